@@ -9,7 +9,7 @@ from measures import deviation
 
 from declutr.evaluation.senteval.scores import averages
 from declutr.evaluation.senteval.similarity import aggregate, blockwise_uniformity, cosines
-from declutr.trainer.objectives.measures import alignment, uniformity
+from declutr.trainer.objectives.scores import alignment, uniformity
 
 pytestmark = pytest.mark.golden
 

@@ -8,6 +8,7 @@ Legend: N held-out rows, H embedding size.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,18 +107,32 @@ def by_size(sizes: Iterable[int], scores: Callable[[int | None], dict[str, float
     return scores(None) | {f"{name}_{size}": value for size in sizes for name, value in scores(size).items()}
 
 
+def ahead(scores: NDArray[Any], answers: NDArray[Any], tie: float) -> NDArray[np.float64]:
+    """`(N,)` candidates before the answer of each query by score, the measure of every retrieval of this project.
+
+    Args:
+        scores: `(N, M)` scores of M candidates; `(1, M)` are those of all queries.
+        answers: `(N,)` score of each query's answer.
+        tie: share of the candidates with the answer's own score that count, the answer included if it is a candidate.
+            1 counts them against the encoder, so that equal embeddings do not look perfect; 0.5 is the mean of orders.
+    """
+    own = answers[:, None]
+    before: NDArray[np.float64] = (scores > own).sum(axis=1) + tie * (scores == own).sum(axis=1)
+    return before
+
+
 def retrieval(anchors: Tensor, positives: Tensor, keys: U64) -> dict[str, float]:
     """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine; scores of rows.
 
-    Ties count against the encoder, so that equal embeddings do not look perfect.
+    Ties count against the encoder.
 
     Args:
         anchors: `(N, H)`.
         positives: `(N, H)`.
         keys: `(N,)` keys of the rows.
     """
-    scores = F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T
-    ranks = (scores >= scores.diagonal()[:, None]).sum(dim=1).double().numpy()
+    scores = (F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T).numpy()
+    ranks = ahead(scores, scores.diagonal(), tie=1.0)
     return {"recall_at_1": RowScore(keys, (ranks == 1).astype(np.float64)), "mrr": RowScore(keys, 1 / ranks)}
 
 

@@ -28,6 +28,7 @@ from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from declutr.encoders.protocol import missing
 from declutr.encoders.transformer import TransformerEncoder
+from declutr.evaluation.retrieval.compare import stsb_values
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest

@@ -25,7 +25,7 @@ from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
 from declutr.pipeline.shards.shards import ShardSet, document_keys
-from declutr.trainer.objectives.measures import ahead
+from declutr.trainer.objectives.scores import ahead
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]

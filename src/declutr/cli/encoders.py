@@ -232,8 +232,7 @@ def run_export(arguments: list[str]) -> int:
     parser.shared("--text-field", "--trust-remote-code")
     options = _options(parser, arguments)
     from declutr.common.config import validated
-    from declutr.evaluation.export.config import ExportConfig
-    from declutr.evaluation.export.inputs import read_inputs
+    from declutr.evaluation.export.inputs import ExportConfig, read_inputs
 
     config = validated("export", ExportConfig, options)
     inputs = read_inputs(config)

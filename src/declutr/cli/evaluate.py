@@ -16,9 +16,9 @@ from declutr.common.paths import path_argument
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
     from declutr.evaluation.retrieval.nanobeir import NanoTest
-    from declutr.evaluation.senteval.harness import Evaluated
+    from declutr.evaluation.senteval.harness import Evaluated, ScoringChoice
     from declutr.evaluation.senteval.scores import Protocol
-    from declutr.evaluation.senteval.tasks import Inspection, ScoringChoice
+    from declutr.evaluation.senteval.tasks import Inspection
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
     "senteval": ("senteval",),
@@ -185,8 +185,9 @@ def _check_and_score(options: argparse.Namespace) -> int:
         return refused(f"--cpus {options.cpus}: must be 1 or more")
     from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.data import inspect, overview
+    from declutr.evaluation.senteval.harness import ScoringChoice
     from declutr.evaluation.senteval.network import ClassifierConfig
-    from declutr.evaluation.senteval.tasks import SETS, STS, TRANSFER, ScoringChoice, choose_tasks, find
+    from declutr.evaluation.senteval.tasks import SETS, STS, TRANSFER, choose_tasks, find
 
     default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
     try:

@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokeni
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt
-from declutr.common.credentials import redact
-from declutr.common.errors import DamagedError, EncoderError, UnreadableError
+from declutr.common.errors import DamagedError, EncoderError, UnreadableError, redact
 from declutr.common.hub import cache_only, hub_problem
 from declutr.common.paths import expand
 from declutr.common.storage import read_json

@@ -19,6 +19,7 @@ from declutr.common.paths import expand
 from declutr.common.storage import hash_file, hash_json, read_json, write_json
 from declutr.common.stores.address import is_remote
 from declutr.encoders.modules import read_recipe
+from declutr.evaluation.senteval.harness import VERSIONS
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.tasks import find
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys

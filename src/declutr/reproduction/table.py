@@ -18,11 +18,10 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.errors import UsageError
 from declutr.common.storage import hash_json, write_json, write_text
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.data.checking import inspect
-from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
-from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
-from declutr.evaluation.senteval.runner.plan import ScoringChoice
-from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.data import inspect
+from declutr.evaluation.senteval.harness import Evaluated, ScoringChoice, evaluate
+from declutr.evaluation.senteval.scores import Protocol
+from declutr.evaluation.senteval.tasks import STS, TRANSFER, find
 from declutr.reproduction.item import Column
 from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.reproduction.provenance import facts, origins

@@ -18,7 +18,7 @@ from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, judged_cosines, read_pairs
-from declutr.trainer.objectives.measures import ahead
+from declutr.trainer.objectives.scores import ahead
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

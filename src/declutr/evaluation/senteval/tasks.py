@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.common.errors import UsageError
-from declutr.common.suggestions import suggest
+from declutr.common.errors import UsageError, suggest
 from declutr.evaluation.senteval import formats
 
 Group = Literal["downstream", "probing", "multilingual"]
