@@ -55,21 +55,6 @@ def test_every_line_is_read_once_however_a_file_is_cut(tmp_path_factory, lines, 
     assert len(cut) == len(lines) - (lines[-1] == b"" and not ends_with_newline)
 
 
-def test_parquet_is_cut_at_row_groups_and_null_is_a_failure(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"body": ["a", "b", None, "d", "e"]}), path, row_group_size=2)
-    corpus = files(path, text_field="body")
-    assert [len(file_parts(corpus, size)[0]) for size in (1 << 20, 1)] == [1, 3]
-    records = read_all(corpus, unit_mib=1e-5)
-    assert [(getattr(r, "text", None), r.offset) for r in records] == [
-        ("a", 0),
-        ("b", 1),
-        (None, 2),
-        ("d", 3),
-        ("e", 4),
-    ]
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}')
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + b'"text"\nx\n')
