@@ -4,18 +4,17 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from declutr.common.stores.retry import RetryPolicy
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict, flat_keys
-from declutr.common.errors import UsageError, missing_extra
+from declutr.common.errors import UsageError, missing_extra, refusal
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import hash_json
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder
+from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
 from declutr.pipeline.filters.document_filter import FiltersConfig

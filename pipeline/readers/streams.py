@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
-from declutr.common.credentials import redact
-from declutr.common.stores.retry import explained
 
-from declutr.common.stores.address import filesystem, is_remote, network_errors
+from declutr.common.errors import redact
+from declutr.common.stores.address import explained, filesystem, is_remote, network_errors
 from declutr.pipeline.readers.corpus import END, Rules
 
 CHUNK_BYTES = 1 << 20
