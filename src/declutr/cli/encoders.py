@@ -110,7 +110,7 @@ def run_index(arguments: list[str]) -> int:
     if options.parquet:
         import pyarrow.parquet as pq
 
-        from declutr.embedding.plane import SHARE
+        from declutr.embedding.build import SHARE
 
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
         command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
@@ -122,7 +122,7 @@ def run_index(arguments: list[str]) -> int:
 def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
     """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
     from declutr.embedding.build import choose_weight
-    from declutr.embedding.output import read_note
+    from declutr.embedding.units import read_note
     from declutr.evaluation.retrieval.pairs import read_pairs
 
     read_pairs(options.pairs)  # its problems need not wait for the encoder

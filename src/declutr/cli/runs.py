@@ -50,11 +50,9 @@ def run_report(arguments: list[str]) -> int:
     parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
     options = parser.parse_args(arguments)
-    from declutr.report.record import is_run
-
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
-    if any(map(is_run, options.folder)) or len(options.folder) > 1:
+    if len(options.folder) > 1 or (options.folder[0] / "config.yaml").is_file():
         from declutr.report.runs import write_runs_page
 
         print(write_runs_page(options.folder, options.output))
@@ -83,7 +81,6 @@ def run_why(arguments: list[str]) -> int:
         for line in order.document_lines(options.document):
             print(line)
         return 0
-    order.check_step(options.step)
     from declutr.inspection.views import step_lines
 
     as_logged = True

@@ -23,6 +23,7 @@ from declutr.evaluation.senteval.harness import VERSIONS
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.tasks import find
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
+from declutr.pipeline.config import identity as shard_identity
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.item import START, Column, Item, KnownEncoder, Prepared, ScaleName, overlap, unknown
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
@@ -317,7 +318,7 @@ def shards_ready(config: PipelineConfig) -> bool:
         return False
     manifest = load_manifest(Path(config.output))
     if manifest.config_hash != config_hash(config):
-        others = ", ".join(differing_keys(config, manifest.config))
+        others = ", ".join(differing_keys(shard_identity(config), manifest.config))
         raise UsageError(f"{config.output}: was prepared with other settings ({others}); name another --work")
     return True
 
