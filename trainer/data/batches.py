@@ -128,7 +128,8 @@ def pack_spans(
         owners = keys[part], epochs[part], numbers[part]
         selected, labels = mask_spans(settings, seed, vocabulary, ids, places[part], content[part], *owners)
     arrays = ids, lengths, selected, labels, dropout_words(seed, keys, epochs, numbers)
-    return SpanBatch(*map(torch.from_numpy, arrays), rates=None if rates is None else torch.from_numpy(rates))
+    batch = SpanBatch(*map(torch.from_numpy, arrays))
+    return batch if rates is None else replace(batch, rates=torch.from_numpy(rates))
 
 
 @dataclass(frozen=True)
