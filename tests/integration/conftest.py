@@ -37,7 +37,7 @@ def any_session():
     from declutr.common.session import start_ray
 
     alive = ray.is_initialized()
-    start_ray(num_cpus=2)
+    start_ray(num_cpus=6)
     try:
         yield
     finally:
