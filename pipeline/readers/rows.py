@@ -181,7 +181,7 @@ class FieldRows:
             if isinstance(value, float) and value.is_integer():  # explained_object reads numbers as floats
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (str, int, type(None))):
-                kind = "t" if isinstance(value, bool) else {dict: "{", list: "["}.get(type(value), "0")
+                kind = next((c for kind, c in ((bool, "t"), (dict, "{"), (list, "[")) if isinstance(value, kind)), "0")
                 return failed("not_text", source, offset, f"{subject} is {json_kind(kind)}, not text")
             if isinstance(value, str):
                 try:

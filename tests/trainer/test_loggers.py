@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from volumes import small_volume
 from waiting import until
 
-from declutr.common import extras
+from declutr.common import errors
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.metrics import loggers
 from declutr.trainer.metrics.config import WandbConfig
@@ -130,7 +130,7 @@ def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, 
     if fault == "in the way":
         (tmp_path / TENSORBOARD).write_text("in the way")
     if fault == "missing":
-        monkeypatch.setattr(extras, "find_spec", lambda _name: None)
+        monkeypatch.setattr(errors, "find_spec", lambda _name: None)
     writer = MetricsWriter(tmp_path, 0)
     take(writer, range(1, 4))
     if fault == "lost":

@@ -185,7 +185,7 @@ def run_demo(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
     from declutr.pipeline.config import PipelineConfig
-    from declutr.pipeline.job.path_checks import look as look_for_data
+    from declutr.pipeline.config import look as look_for_data
     from declutr.trainer.setup.config import TrainConfig
 
     # before the corpus is prepared, and before torch is loaded
