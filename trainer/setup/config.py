@@ -172,8 +172,8 @@ class TrainConfig(Strict):
             scores = (*validation.pairs, *info.data["objective"].scores)
             if validation.score == "followed":
                 raise ValueError(
-                    "score = followed: no process scores a run alongside it any more; remove it, and choose by sentences "
-                    "with validation.stsb"
+                    "score = followed: no process scores a run alongside it any more; remove it, and choose by "
+                    "sentences with validation.stsb"
                 )
             if validation.score and validation.score not in scores:
                 options, hint = ", ".join(scores), suggest(validation.score, scores)
