@@ -144,10 +144,13 @@ def _score_pairs(options: argparse.Namespace) -> int:
     lexicon = Lexicon(test.texts)
     scored, names = score_lexical(test, lexicon), list[str]()
     for name in options.encoders:
-        encoder = _load(name, options)
-        if encoder.name not in names:
-            scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, options.sizes))
-            names.append(encoder.name)
+        try:
+            encoder = _load(name, options)
+            if encoder.name not in names:
+                scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, options.sizes))
+        except EncoderError as error:
+            return refused(f"{name} is not scored: {error}")
+        names = list(dict.fromkeys([*names, encoder.name]))
     print(write_comparison(test, scored, names, options.output))
     print(f"\n{options.output / 'pairs.json'} has all numbers")
     return 0
