@@ -184,9 +184,9 @@ def test_embedding_state_is_what_lives_at_one_time_and_a_peak_sees_what_was_free
         del second, third
     assert counted.peak_bytes == 2 * 10 * 4 * 4
     before = record.reset_peak(torch.device("cpu"))
-    block = torch.ones(64 * 2**20 // 4)
+    block = torch.ones(512 * 2**20 // 4)
     del block
-    assert record.peak(torch.device("cpu")) - before > 60
+    assert record.peak(torch.device("cpu")) - before > 400  # threads of other tests may free memory meanwhile
 
 
 @pytest.mark.nightly

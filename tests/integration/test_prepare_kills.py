@@ -93,6 +93,7 @@ def title_of(process: psutil.Process) -> str:
     return ""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_kills_change_nothing_whatever_the_number_of_workers(corpus, tmp_path, undisturbed):
     """Workers die, then the command; the same command continues with another number of workers."""

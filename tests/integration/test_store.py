@@ -62,6 +62,7 @@ def kill_after_the_first_checkpoint(config, address):
     assert runs.wait_gone(everything) == {}
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", train=values(bucket, tmp_path, "one"))
     kill_after_the_first_checkpoint(config, bucket("runs/one"))
