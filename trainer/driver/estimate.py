@@ -55,8 +55,8 @@ class Trial:
     memory_mib: float
 
 
-def plan_lines(plan: RunPlan, trial: Trial | None = None) -> Iterator[str]:
-    """The estimate of a run, whose folder is only read, as text; `trial` is `try_steps(plan)`.
+def plan_lines(plan: RunPlan) -> Iterator[str]:
+    """The estimate of a run, whose folder is only read, as text.
 
     Raises:
         ConfigError: problems of the run.
@@ -64,7 +64,7 @@ def plan_lines(plan: RunPlan, trial: Trial | None = None) -> Iterator[str]:
         NonFiniteLossError: the losses of the first steps are not finite.
     """
     refuse(load_problems(plan))
-    trial = trial or try_steps(plan)
+    trial = try_steps(plan)
     config, steps, noun = plan.config, plan.total_steps, plan.manifest.noun
     size, workers = plan.training_shards[""].num_documents, config.scaling.least_workers
     validations, scored = _validations(plan)
