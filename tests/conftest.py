@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from unittest.mock import patch
@@ -56,6 +57,15 @@ def pytest_runtest_teardown(item, nextitem):
             if thread.name.startswith(_DATA_THREADS):
                 thread.join(max(0, deadline - time.monotonic()))
         ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _threads_stay():
+    """Fails the test that leaves another number of threads: later tests in this process would compute other bits."""
+    torch = sys.modules.get("torch")
+    threads = torch and torch.get_num_threads()
+    yield
+    assert torch is None or torch.get_num_threads() == threads
 
 
 @pytest.fixture

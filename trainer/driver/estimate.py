@@ -23,7 +23,7 @@ from declutr.trainer.metrics.metrics import memory_mib, peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.scaling import ScalingConfig
-from declutr.trainer.worker.device import set_up_torch
+from declutr.trainer.worker.device import set_up_torch, torch_as_before
 from declutr.trainer.worker.scheduler import TaskScheduler
 
 _SECONDS = 5.0  # of the measured steps; a first step on CPUs that takes longer is the only one
@@ -112,6 +112,7 @@ def _validations(plan: RunPlan) -> tuple[int, int]:
     return (-(-steps // every_steps) if every_steps and (scored or validation.pairs) else 0), scored
 
 
+@torch_as_before()
 def try_steps(plan: RunPlan) -> Trial:
     """Takes the first steps of a run as one of its workers would, without exchange with others.
 

@@ -11,6 +11,7 @@ from declutr.trainer.driver.continuation import Device
 from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.channel import Stopwatch
+from declutr.trainer.worker.device import torch_as_before
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.work import work
 
@@ -49,16 +50,9 @@ class LocalRun:
             RunStoppedError: this process received a signal, or lost the run to another command.
         """
         device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
-        threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-        exact = torch.are_deterministic_algorithms_enabled()
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        try:
+        with torch_as_before():
             settings = self._plan.for_workers()
             outcome = work(settings, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
-        finally:  # what follows in this process, such as an evaluation, computes as in a new one
-            torch.set_num_threads(threads)
-            torch.set_float32_matmul_precision(precision)
-            torch.use_deterministic_algorithms(exact, warn_only=warns)
         if outcome is None:
             return self._plan.total_steps
         if outcome.get("given_up"):

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -24,6 +25,20 @@ def set_up_torch(config: TrainConfig, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if config.scaling.deterministic:
         repeat_bits()
+
+
+@contextmanager
+def torch_as_before() -> Iterator[None]:
+    """Restores at its end what `set_up_torch` sets: what follows in this process computes as in a new one."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    exact = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(exact, warn_only=warns)
 
 
 def repeat_bits() -> None:
