@@ -48,11 +48,11 @@ STAMP = b"stamp"
 """Metadata key for the hash of the inputs and settings of a file."""
 LABELS = b"labels"
 """Metadata key for the labels whose rows are kept, as JSON."""
+# Every document is compared with this many documents before it in its group: all pairs only in a small group.
 WINDOW = 16
-"""Every document is compared with this many documents before it in its group: all pairs only in a small group."""
+# In a larger group, the first document is compared with all others, then the first one that is not similar to it, and
+# so on, at most this many times.
 LEADERS = 64
-"""In a larger group, the first document is compared with all others, then the first one that is not similar to it, and
-so on, at most this many times."""
 _BATCH = 1 << 17  # documents whose signatures are held at a time
 
 _EXACT_BIT = np.uint64(1)

@@ -1,28 +1,24 @@
-"""The search on Ray Data or over an object store: one task and one result file a bucket, so that it can continue."""
+"""The search on Ray Data, one task a bucket of keys, with the same result whatever the tasks, their order and hosts."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import ray
 
 from declutr.common.cluster import SessionConfig
-from declutr.common.console.logs import get_logger
 from declutr.common.errors import ShardError
 from declutr.common.paths import expand
 from declutr.common.session import start_ray
-from declutr.common.storage import Files, atomic_file, hash_json
+from declutr.common.storage import Files, hash_json
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.keys import Documents, Numbering, number
 from declutr.pipeline.duplicates.pairs import (
     COLUMNS,
     DUPLICATES,
-    STAMP,
     DuplicatePairs,
     bucket_pairs,
     decide,
@@ -31,21 +27,15 @@ from declutr.pipeline.duplicates.pairs import (
     write_duplicates,
 )
 
-PAIRS = "pairs"
-"""Folder of the pairs of the buckets."""
+# Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets.
 KEYS_PER_BUCKET = 1 << 22
-"""Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets."""
 _VERSION = 1
 _JOINED = 1 << 22  # pairs that are collected before repeats among them are removed
-_THREADS = 8
 
 
 @dataclass(frozen=True)
 class RemoteKeys:
-    """Keys in an object store. Each host that searches has one copy of all of them, and sends the pairs that it finds.
-
-    Every method raises RemoteError if the store refuses, or did not answer in time.
-    """
+    """Keys in an object store, of which each host that searches has one copy."""
 
     remote: Folder
     """Folder of the candidates."""
@@ -59,15 +49,9 @@ class RemoteKeys:
 
         Raises:
             AlteredError: a file is missing or altered.
+            RemoteError: the store refuses, or did not answer in time.
         """
         return self.remote.cached(expand(self.cache).absolute(), self.files)
-
-    def fetch_pairs(self, folder: Path) -> None:
-        """Fetches the pairs that the store has and the host does not."""
-        pairs = self.remote / PAIRS
-        missing = [name for name in pairs.names() if not (folder / PAIRS / name).exists()]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda name: pairs.pull(name, folder / PAIRS / name), missing))
 
 
 def find_duplicates(
@@ -78,7 +62,7 @@ def find_duplicates(
     keys: RemoteKeys | None = None,
     labels: list[str] | None = None,
 ) -> Path:
-    """Finds the documents to drop; continues an earlier search that was stopped.
+    """Finds the documents to drop, unless the folder already has the result.
 
     Args:
         folder: the output folder, with a file of keys for every unit (`write_keys`).
@@ -102,72 +86,51 @@ def find_duplicates(
     stamp = hash_json(made_from)
     if stamp_of(result) == stamp:
         return result
-    for aside in (folder / PAIRS).glob(".*.tmp"):
-        aside.unlink()
-    if keys is not None:
-        keys.fetch_pairs(folder)
-    for left in (folder / PAIRS).glob("*.arrow"):  # left by other settings with more buckets
-        if int(left.stem) >= num_buckets:
-            left.unlink()
-    todo = [bucket for bucket in range(num_buckets) if stamp_of(pairs_path(folder, bucket)) != stamp]
-    if len(todo) < num_buckets:
-        get_logger().info("%d of %d buckets are searched already", num_buckets - len(todo), num_buckets)
-    write = partial(_write_pairs, config=config, num_buckets=num_buckets, stamp=stamp)
-    if num_buckets == 1 and todo:  # starting a task would take longer than the search
-        write(0, numbering)
-    elif todo:
+    arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "keys": keys}
+    if num_buckets == 1:  # starting a task would take longer than the search
+        pairs = _join_all([search_bucket({"bucket": 0}, numbering, config, num_buckets)])
+    else:
         session = session or SessionConfig()
         start_ray(session.num_cpus, session.address)
-        rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))
-        arguments = {"numbering": numbering, "write": write, "keys": keys}
-        for done in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
-            if done["problem"]:
-                raise ShardError(f"bucket {done['bucket']}: {done['problem']}")
-        if keys is not None:
-            keys.fetch_pairs(folder)
-    pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
+        rows = ray.data.from_items(
+            [{"bucket": bucket} for bucket in range(num_buckets)], override_num_blocks=num_buckets
+        )
+        pairs = _join_all(rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows())
     write_duplicates(result, decide(pairs), Documents(numbering), stamp, labels)
     return result
 
 
-def pairs_path(folder: Path, bucket: int) -> Path:
-    """Path of the pairs of a bucket."""
-    return folder / PAIRS / f"{bucket:05d}.arrow"
-
-
 def search_bucket(
-    row: dict[str, int], numbering: Numbering, write: Callable[[int, Numbering], None], keys: RemoteKeys | None = None
+    row: dict[str, int],
+    numbering: Numbering,
+    config: DuplicatesConfig,
+    num_buckets: int,
+    keys: RemoteKeys | None = None,
 ) -> dict[str, Any]:
-    """Writes the pairs of a bucket, or returns an error message; Ray Data maps this function over buckets."""
+    """The bytes of the columns of a bucket's pairs, or an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
-        if keys is not None:
-            numbering = replace(numbering, folder=keys.copy())
-        write(bucket, numbering)
-        if keys is not None:
-            path = pairs_path(numbering.folder, bucket)
-            keys.remote.put(f"{PAIRS}/{path.name}", path)
-    except (OSError, ShardError) as error:
-        return {"bucket": bucket, "problem": str(error)}
-    return {"bucket": bucket, "problem": ""}
+        numbering = numbering if keys is None else replace(numbering, folder=keys.copy())
+        pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
+    except (OSError, ShardError) as error:  # raised here, users would see it as a traceback of Ray
+        return {"problem": f"bucket {bucket}: {error}", **dict.fromkeys(COLUMNS, b"")}
+    # Bytes, because rows with arrays of different lengths have no common type in Arrow.
+    return {"problem": "", **{name: getattr(pairs, name).tobytes() for name in COLUMNS}}
 
 
-def _write_pairs(bucket: int, numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str) -> None:
-    pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
-    batch = pa.record_batch({name: pa.array(getattr(pairs, name)) for name in COLUMNS})
-    batch = batch.replace_schema_metadata({STAMP: stamp})
-    path = pairs_path(numbering.folder, bucket)
-    with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
-        stream.write_batch(batch)
+def _join_all(buckets: Iterable[dict[str, Any]]) -> DuplicatePairs:
+    """The pairs of all buckets. Most pairs share several bands and therefore occur in several buckets.
 
-
-def _read_all(paths: Sequence[Path]) -> DuplicatePairs:
-    """The pairs of all buckets. Most pairs share several bands and therefore occur in several buckets."""
+    Raises:
+        ShardError: a bucket could not be searched.
+    """
     joined = join([])
     parts: list[DuplicatePairs] = []
-    for path in paths:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        parts.append(DuplicatePairs(*(batch.column(name).to_numpy(zero_copy_only=False) for name in COLUMNS)))
-        if sum(map(len, parts)) > max(_JOINED, len(joined)):
+    for row in buckets:
+        if row["problem"]:
+            raise ShardError(row["problem"])
+        columns = {name: np.frombuffer(row[name], getattr(joined, name).dtype) for name in COLUMNS}
+        parts.append(DuplicatePairs(**columns))
+        if sum(map(len, parts)) > max(_JOINED, len(joined)):  # the driver holds each pair about once
             joined, parts = join([joined, *parts]), []
     return join([joined, *parts])
