@@ -18,8 +18,7 @@ from declutr.common.console.terminal import duration
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.output import Preparation
 from declutr.pipeline.job.shared import output_engine
-from declutr.pipeline.job.unit_writer import RunningCounts
-from declutr.pipeline.job.units import Unit, UnitReader, read_unit
+from declutr.pipeline.job.units import RunningCounts, Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, Part, ReadFailure, Record, bare_suffix
 from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
@@ -30,17 +29,11 @@ from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 MAX_STRATA = 16
 _SAMPLED_PARTS = 64
-_MIN_PARTS = 4
-"""Sampled parts of a small stratum, because a small file may hold most of the documents."""
+_MIN_PARTS = 4  # sampled parts of a small stratum, because a small file may hold most of the documents
 _SAMPLE_SECONDS = 20.0
-_LEAST_RECORDS = 256
-"""Records that are read of each sampled part, even if there is no time."""
-_UNKNOWN_SPREAD = 0.3
-"""Assumed relative standard deviation of the rates of a stratum of which a single part was read."""
-_ROW_BYTES = 64
-"""Bytes of a shard row without tokens and windows: id, lengths, offset and a short source."""
-_TEXT_BYTES = 5
-"""Bytes of a short text without its tokens: start and label."""
+_LEAST_RECORDS = 256  # records that are read of each sampled part, even if there is no time
+_ROW_BYTES = 64  # bytes of a shard row without tokens and windows: id, lengths, offset and a short source
+_TEXT_BYTES = 5  # bytes of a short text without its tokens: start and label
 SUMS = ("documents", "kept", "num_tokens", "text_bytes", "cpu_seconds", "num_texts", "media_bytes")
 """What is added up over records; `num_texts` are short texts in kept rows, `media_bytes` those of kept media."""
 Sums = NDArray[np.float64]
@@ -72,19 +65,9 @@ class Stratum:
         return sum(part.num_bytes for part in self.parts)
 
     def totals(self) -> Sums:
-        """`(2, sums)`: estimated sums over the stratum, and their variances.
-
-        The variance is half the mean square of the difference of two sampled parts that follow each other: neighbours
-        are alike, because they follow each other in a folder or a file, or have about the same size.
-        """
-        pieces = np.array([sample.sums * (sample.stands_for / max(1, sample.num_bytes)) for sample in self.sampled])
-        unread = max(0.0, 1 - sum(sample.num_bytes for sample in self.sampled) / self.num_bytes)
-        number = len(pieces)
-        if number == 1:
-            variances = (_UNKNOWN_SPREAD * pieces[0]) ** 2
-        else:
-            variances = number / (number - 1) / 2 * (np.diff(pieces, axis=0) ** 2).sum(axis=0)
-        return np.array([pieces.sum(axis=0), variances * unread])
+        """Estimated sums over the stratum, `(sums,)`."""
+        pieces = [sample.sums * (sample.stands_for / max(1, sample.num_bytes)) for sample in self.sampled]
+        return np.sum(pieces, axis=0)
 
 
 def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
@@ -161,8 +144,6 @@ class Estimate:
     """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
     seconds: float
     """Duration on `num_cpus` CPUs, without Ray's start."""
-    deviations: dict[str, float]
-    """Standard deviations of the first three totals, by name; shown as ranges."""
     not_kept: dict[str, int]
     """Documents of the sample that are not kept, by reason, the most frequent first."""
     hint: str | None
@@ -172,25 +153,19 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """The estimate as text."""
-        bounds = {name: self.bounds(name) for name in self.deviations}
-        ranges = {name: f" ({low:,} to {high:,})" for name, (low, high) in bounds.items() if low < high}
-        kept = f"of which {self.kept:,} kept{ranges.get('kept', '')} ({self.kept / max(1, self.documents):.0%})"
+        about = "about " if self.sampled_bytes < self.input_bytes else ""
+        kept = f"of which {about}{self.kept:,} kept ({self.kept / max(1, self.documents):.0%})"
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
-            f"  {noun_of(self.kind):11} {self.documents:,}{ranges.get('documents', '')}, {kept}",
+            f"  {noun_of(self.kind):11} {about}{self.documents:,}, {kept}",
             *([f"  not kept    {reasons} (in the sample)"] if self.not_kept else []),
             f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
-            f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{ranges.get('num_tokens', '')}",
+            f"  {size_noun(self.kind):11} {about}{self.num_tokens:,} kept",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
             f"  time        {duration(math.ceil(self.seconds))} on {self.num_cpus} CPUs (and up to a minute for Ray)",
             *([f"  hint        {self.hint}"] if self.hint else []),
         ]
-
-    def bounds(self, name: str) -> tuple[int, int]:
-        """A range of two standard deviations to each side."""
-        value, deviation = getattr(self, name), self.deviations[name]
-        return max(0, round(value - 2 * deviation)), round(value + 2 * deviation)
 
 
 def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None) -> Estimate:
@@ -225,11 +200,10 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None) ->
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
     totals = [stratum.totals() for stratum in strata]
-    joined = np.sum([np.zeros((2, len(SUMS))), *totals], axis=0)
-    sums, variances = (dict(zip(SUMS, row.tolist(), strict=True)) for row in joined)
+    sums = dict(zip(SUMS, np.sum([np.zeros(len(SUMS)), *totals], axis=0).tolist(), strict=True))
     # More CPUs cannot shorten the longest unit.
     rates = {
-        (part.source, part.start): float(of_stratum[0, SUMS.index("cpu_seconds")]) / stratum.num_bytes
+        (part.source, part.start): float(of_stratum[SUMS.index("cpu_seconds")]) / stratum.num_bytes
         for stratum, of_stratum in zip(strata, totals, strict=True)
         for part in stratum.parts
     }
@@ -250,5 +224,4 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None) ->
         not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),
         hint=lines_hint(counts.read, counts.dropped, job.plan.config, sources),
         kind=config.content.kind,
-        deviations={name: round(math.sqrt(variances[name]), 3) for name in ("documents", "kept", "num_tokens")},
     )

@@ -43,9 +43,7 @@ def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, mo
     estimate, truth = plan_ahead(config), 10_000 + 253 + 3 + 7 * 150
     assert estimate.documents == pytest.approx(truth, rel=0.15)
     assert estimate.kept == pytest.approx(256, rel=0.15)
-    low, high = estimate.bounds("documents")
-    assert low <= truth <= high
-    assert any("documents" in line for line in estimate.lines())
+    assert any("documents   about " in line for line in estimate.lines())
 
 
 def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
@@ -58,9 +56,6 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
     estimate = plan_ahead(make_config(root, geometry={"num_anchors": 1, "max_tokens": 64}))
     assert estimate.documents == pytest.approx(1000, rel=0.1)
     assert estimate.kept == pytest.approx(950, rel=0.1)
-    low, high = estimate.bounds("documents")
-    assert low <= 1000 <= high
-    assert high - low < 300
 
 
 @pytest.mark.parametrize(
@@ -80,7 +75,7 @@ def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplo
     (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
     estimate = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64}))
     lines = estimate.lines()
-    assert estimate.bounds("documents") == (estimate.documents,) * 2, "the corpus was read whole"
+    assert not any("about" in line for line in lines[:2]), "the corpus was read whole"
     assert any(" s on " in line for line in lines)
     warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("in the sample: ")]
     shown_lines = [line for line in lines if line.startswith(("  not kept", "  hint"))]
