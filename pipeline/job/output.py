@@ -27,19 +27,16 @@ from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.unit_writer import finished_sidecar, load_sidecar
-from declutr.pipeline.job.units import Unit, hash_unit
-from declutr.pipeline.job.worker import CANDIDATES, HEARTBEATS
+from declutr.pipeline.job.units import Unit, finished_sidecar, hash_unit, load_sidecar
+from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.readers.input_state import InputState, digest_parts
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 from declutr.pipeline.shards.shards import check_shards
 
-PROGRESS = "progress.jsonl"
 Stage = Literal["prepare", "select"]
-_COMPARISONS = 4
-"""Units whose inputs are compared at a time."""
+_COMPARISONS = 4  # units whose inputs are compared at a time
 
 
 class PreparePlan(Strict):
@@ -132,7 +129,7 @@ class Output:
         if other.config_hash != plan.config_hash:
             differing = "; ".join(differing_keys(plan.config, other.config))
             return [f"{where} was made with other settings ({differing}); name another folder or delete this one"]
-        if other.files != plan.files:
+        if other.files != plan.files:  # a list of words or an evaluation set of the same name
             changed = sorted(key for key in plan.files if plan.files[key] != other.files.get(key))
             return [f"{where} was made with other contents of the files of {', '.join(changed)}; name another folder"]
         if plan.units == other.units or self._documentation_is_complete(plan):
@@ -229,11 +226,12 @@ class Output:
 
     def discard(self) -> None:
         """Removes everything that a preparation wrote, except its lock."""
-        for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, HEARTBEATS):
+        # By name, because the folder may hold files of the user.
+        for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
+        for name in (MANIFEST, PLAN, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)
 
 

@@ -4,18 +4,13 @@ Without removal of duplicates, a single stage reads and writes the units. With i
 the second finds duplicates over all units, and the third writes the units without them.
 """
 
-import contextlib
-import json
 import os
-import shutil
 import socket
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.exceptions import WorkerCrashedError
@@ -25,27 +20,19 @@ from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
 from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
-from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.job.output import PROGRESS, Preparation, Stage
+from declutr.pipeline.job.output import Preparation, Stage
 from declutr.pipeline.job.shared import output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
-from declutr.pipeline.job.worker import (
-    BEAT_SECONDS,
-    HEARTBEATS,
-    most_frequent_labels,
-    work_done,
-    write_selected,
-    write_unit,
-)
+from declutr.pipeline.job.worker import most_frequent_labels, write_selected, write_unit
+from declutr.pipeline.readers.corpus import MIB
 from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of
 from declutr.pipeline.shards.manifest import Sidecar
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
+# Retries of a unit whose worker died; limited, because an input that crashes a library does so every time.
 _ATTEMPTS = 10
-"""Retries of a unit whose worker died; limited, because an input that crashes a library does so every time."""
-_MIB = 2**20
 
 
 def run_stages(job: Preparation, tokenizer: TokenizerInfo | None) -> list[Sidecar]:
@@ -104,7 +91,7 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
         num_bytes = sum(unit.num_bytes for unit in units)
-        with Progress(output.folder, stage, num_bytes, done, config.content.kind) as progress:
+        with Progress(stage, num_bytes, done, config.content.kind) as progress:
             try:
                 for row in results.iter_rows():
                     if row["problem"]:
@@ -145,15 +132,15 @@ def work_on(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     unit, sent = Unit.model_validate_json(row["unit"]), b""
     try:
-        if other_hosts:
+        if other_hosts:  # on the command's own host the plan has looked at every file
             _refuse_missing(unit)
         if store is None:
             sidecar = write(unit, Path(folder))
         else:
             needs = decoded(row["needs"], unit.name)
-            with store.staging_dir(shared or {}, needs, Path(folder) / HEARTBEATS) as place:
+            with store.staging_dir(shared or {}, needs) as place:
                 sidecar = write(unit, place)
-                sent = encoded(store.send_made(stage, unit.name, place, needs))
+                sent = encoded(store.send_written(stage, unit.name, place, needs))
     except (OSError, ShardError) as error:
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
     return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
@@ -177,82 +164,47 @@ def _stopped(stage: str, output: str, problem: object) -> ShardError:
     return ShardError(f"{stage}: {problem}. Finished work in {output} is kept; the same command continues")
 
 
-class Progress(Watcher):
-    """Counts finished units and the heartbeats of unfinished ones; estimates the time left from input bytes.
-
-    A bar shows the numbers to users, and JSON lines to programs.
+class Progress:
+    """A bar over the input bytes of a stage, which moves with each finished unit.
 
     Args:
-        folder: output folder; the JSON lines go to `progress.jsonl` in it.
-        stage: name of the stage, for the bar and the lines.
+        stage: name of the stage.
         total_bytes: input bytes of all units.
         done: sidecars of units that were finished before this run.
-        kind: kind of the rows, for the bar.
+        kind: kind of the rows.
     """
 
-    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar], kind: ContentKind) -> None:
-        super().__init__(BEAT_SECONDS, "declutr-progress")
-        self._folder, self._stage, self._total_bytes, self._kind = folder, stage, total_bytes, kind
-        # Unbuffered, so that a line refused by a full disk is not retried at the end.
-        self._log = (folder / PROGRESS).open("ab", buffering=0)
-        self._finished = {sidecar.unit for sidecar in done}
-        self._done = sum((work_done(sidecar.counts, sidecar.num_bytes) for sidecar in done), Counter[str]())
-        self._before = self._done
-        self._started = time.monotonic()
-        self._lock = threading.Lock()
+    def __init__(self, stage: str, total_bytes: int, done: Sequence[Sidecar], kind: ContentKind) -> None:
+        self._kind, self._started = kind, time.monotonic()
+        self._documents, self._kept = (
+            sum(getattr(sidecar.counts, name) for sidecar in done) for name in ("read", "kept")
+        )
+        self._text_bytes = 0  # of this run alone, or its speed would include what an earlier one did
         self._bar = bar(
             total=total_bytes,
-            initial=self._done["num_bytes"],
+            initial=sum(sidecar.num_bytes for sidecar in done),
             desc=stage,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
-        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)
 
     def add(self, sidecar: Sidecar) -> None:
-        """Counts one more finished unit."""
-        with self._lock:
-            self._finished.add(sidecar.unit)
-            self._done = self._done + work_done(sidecar.counts, sidecar.num_bytes)
-            self._show()
-
-    def look(self) -> None:
-        """Shows and logs the numbers of now."""
-        with self._lock:
-            self._show()
-
-    def _show(self) -> None:
-        now = self._done
-        for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
-            if path.name not in self._finished:
-                with contextlib.suppress(OSError, ValueError):  # just replaced or removed
-                    now = now + Counter(json.loads(path.read_bytes()))
-        seconds = time.monotonic() - self._started
-        rate = (now["num_bytes"] - self._before["num_bytes"]) / seconds
-        line = {
-            "stage": self._stage,
-            "seconds": round(seconds, 3),
-            "documents": now["documents"],
-            "kept_share": round(now["kept"] / max(1, now["documents"]), 4),
-            "failed": now["failed"],
-            "text_mib_per_s": round((now["text_bytes"] - self._before["text_bytes"]) / _MIB / seconds, 3),
-            "input_bytes": now["num_bytes"],
-            "total_input_bytes": self._total_bytes,
-            "eta_seconds": round((self._total_bytes - now["num_bytes"]) / rate, 1) if rate > 0 else None,
-        }
-        with contextlib.suppress(OSError):
-            self._log.write(json.dumps(line).encode() + b"\n")
-        rows, content = noun_of(self._kind), bytes_noun(self._kind)
-        text = (
-            f"{now['documents']:,} {rows}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of {content}"
+        """Shows one more finished unit."""
+        self._documents += sidecar.counts.read
+        self._kept += sidecar.counts.kept
+        self._text_bytes += sidecar.counts.text_bytes
+        rate = self._text_bytes / MIB / (time.monotonic() - self._started)
+        self._bar.set_postfix_str(
+            f"{self._documents:,} {noun_of(self._kind)}, {self._kept / max(1, self._documents):.0%} kept, "
+            f"{rate:.3f} MiB/s of {bytes_noun(self._kind)}",
+            refresh=False,
         )
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(now["num_bytes"] - self._bar.n)
+        self._bar.update(sidecar.num_bytes)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
-        super().__exit__()
         self._bar.close()
-        self._log.close()
-        shutil.rmtree(self._folder / HEARTBEATS, ignore_errors=True)

@@ -34,18 +34,14 @@ from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import RemoteKeys, find_duplicates
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.output import PROGRESS, Output, PreparePlan, Stage
-from declutr.pipeline.job.unit_writer import matching_sidecar
-from declutr.pipeline.job.units import Unit
-from declutr.pipeline.job.worker import CANDIDATES, HEARTBEATS
+from declutr.pipeline.job.output import Output, PreparePlan, Stage
+from declutr.pipeline.job.units import Unit, matching_sidecar
+from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
-_SENT = "sent"
-"""Folder in the output for the lists of finished units."""
-_SHARED = ("shared", "files")
-"""Key of the files that all units share, among those of (stage, unit)."""
-_SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)
-"""Files of the command itself, the manifest last."""
+_SENT = "sent"  # folder in the output for the lists of finished units
+_SHARED = ("shared", "files")  # key of the files that all units share, among those of (stage, unit)
+_SINGLE = (PLAN, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
 _OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
 _HELD, _COPIES, _TASKS = ".held", "copies", "tasks"
 _THREADS = 16
@@ -71,26 +67,24 @@ class OutputStore:
     def send(self, stage: str, unit: str, folder: Path, names: Sequence[str]) -> Files:
         """Sends the files of a finished unit, then their list."""
         sent = self.remote.put_all(folder, names)
+        # Last: a store has no rename, so the list makes the files count.
         self.remote.put(f"{_SENT}/{stage}/{unit}.json", encoded(sent))
         return sent
 
-    def send_made(self, stage: str, unit: str, folder: Path, fetched: Mapping[str, FileRecord]) -> Files:
-        """Sends what a task has made in its staging folder, the sidecar last."""
+    def send_written(self, stage: str, unit: str, folder: Path, fetched: Mapping[str, FileRecord]) -> Files:
+        """Sends what a task has written to its staging folder."""
         files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        names = {path.relative_to(folder).as_posix() for path in files} - fetched.keys()
-        written = [name for name in names if not name.startswith(f"{HEARTBEATS}/")]
-        return self.send(stage, unit, folder, sorted(written, key=lambda name: ("units/" in name, name)))
+        return self.send(
+            stage, unit, folder, sorted({path.relative_to(folder).as_posix() for path in files} - fetched.keys())
+        )
 
     @contextlib.contextmanager
-    def staging_dir(
-        self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord], heartbeats: Path
-    ) -> Iterator[Path]:
+    def staging_dir(self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> Iterator[Path]:
         """A temporary folder of this host with the layout of an output folder, for one task.
 
         Args:
             shared: files that all tasks need; a host fetches them once.
             own: files that this task needs.
-            heartbeats: folder for heartbeats, which exists on the host of the command only.
         """
         copy = self.remote.cached(self.cache_dir / _COPIES, shared)
         (self.cache_dir / _TASKS).mkdir(parents=True, exist_ok=True)
@@ -98,9 +92,6 @@ class OutputStore:
             folder = Path(name)
             for path in copy.iterdir():
                 (folder / path.name).symlink_to(path)
-            if heartbeats.parent.is_dir():
-                heartbeats.mkdir(exist_ok=True)
-                (folder / heartbeats.name).symlink_to(heartbeats)
             self.remote.fetch_all(own, folder)
             yield folder
 
@@ -109,6 +100,7 @@ class OutputStore:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
         task = ray.remote(_sweep)
         left = [
+            # No CPU, because other work may hold all of them.
             task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(self)
             for node in nodes
         ]
@@ -137,7 +129,6 @@ class StoredOutput(Output):
         self._files: dict[tuple[str, str], Files] = {}
         """Files of finished units by stage and unit."""
         self._listing: Files | None = None
-        self._ended = False
 
     def names(self) -> list[str]:
         """Names of the files and folders at the address."""
@@ -164,12 +155,7 @@ class StoredOutput(Output):
             RunLockedError: another command holds the address.
         """
         with StoreLock(self.remote, lost):
-            try:
-                yield
-            finally:
-                if not self._ended and (self.folder / PROGRESS).exists():
-                    with contextlib.suppress(OSError):  # it serves only messages
-                        Folder(self.remote.url, RetryPolicy(total_seconds=0.0)).put(PROGRESS, self.folder / PROGRESS)
+            yield
 
     def refresh(self) -> None:
         """Fetches the small files of the output: plan, tokenizer, sidecars of finished units.
@@ -179,7 +165,7 @@ class StoredOutput(Output):
         """
         self._sizes, self._files = self.remote.sizes(), {}
         lists = [name for name in self._sizes if name.startswith(f"{_SENT}/")]
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:  # one small object a unit, and each request waits for the network
             for name, raw in zip(lists, pool.map(self.remote.read, lists), strict=True):
                 files = decoded(raw, self.remote.at(name)) if raw else {}
                 if files and self._has(files):
@@ -271,7 +257,6 @@ class StoredOutput(Output):
         files = {name: record for key, sent in self._files.items() if key[0] in last for name, record in sent.items()}
         files |= self.remote.put_all(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
         self.remote.commit(dict(sorted(files.items())))
-        self._ended = True
         try:
             self._clear()
             self.store.sweep()
@@ -289,7 +274,6 @@ class StoredOutput(Output):
                 self.remote.delete(name)
             elif kind != "file" and name:
                 (self.remote / name).clear()
-        self._ended = True
         self.store.sweep()
 
 

@@ -3,11 +3,8 @@
 If duplicates are to be removed, a first task writes only candidates, and a second one selects from them.
 """
 
-import contextlib
 import gzip
 import json
-import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +24,11 @@ from declutr.pipeline.duplicates.pairs import OTHER_LABEL, kept_labels, removed
 from declutr.pipeline.duplicates.shingles import Signer
 from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.unit_writer import UnitWriter, load_sidecar
-from declutr.pipeline.job.units import Unit, input_state_read, read_unit
+from declutr.pipeline.job.units import Unit, UnitWriter, input_state_read, load_sidecar, read_unit
 from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
 from declutr.pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.shards.content import NO_LABEL, AnyContent, Layout
-from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Counts, Entry, ledger_entries
+from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_entries
 from declutr.pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar, Split
 from declutr.pipeline.shards.media import Clip, Image, Media, lists, media_rows
 from declutr.pipeline.shards.windows import EMPTY, drop_reason
@@ -42,9 +38,6 @@ from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 CANDIDATES = "candidates"
 """Folder in the output folder for the files of units before duplicates are found."""
-HEARTBEATS = "heartbeats"
-"""Folder in the output folder for the heartbeats of tasks; removed at the end of a stage."""
-BEAT_SECONDS = 2.0
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 RARE_LABEL = "rare_label"
 """Reason of a row whose label is not among the `content.max_labels` most frequent."""
@@ -72,7 +65,7 @@ class Decision:
     def split_key(self) -> bytes:
         """16 bytes by which its split is drawn: its id, or for several texts a hash of the premise."""
         if len(self.texts) > 1:
-            return document_id(normalise(self.texts[0]).encode())
+            return document_id(normalise(self.texts[0]).encode())  # a premise in two files has two rows, in one split
         return self.entry.id or b""
 
 
@@ -95,10 +88,9 @@ def write_unit(
     target = folder / CANDIDATES if duplicates.enabled else folder
     signer = Signer(duplicates.near) if duplicates.near else None
     ids, ordinals, signatures, labels = list[bytes](), list[int](), list[NDArray[np.uint32]](), list[str]()
-    writer, last_beat = UnitWriter(target, unit, config, tokenizer), 0.0
-    with writer:
-        reader = read_unit(unit, config.corpus, config.content)
-        for ordinal, (decision, content) in enumerate(decide_records(reader, folder, config, tokenizer, engine)):
+    with UnitWriter(target, unit, config, tokenizer) as writer:
+        records = read_unit(unit, config.corpus, config.content)
+        for ordinal, (decision, content) in enumerate(decide_records(records, folder, config, tokenizer, engine)):
             entry = decision.entry
             if content is None:
                 writer.reject(entry, decision.text)
@@ -109,30 +101,9 @@ def write_unit(
                     ordinals.append(ordinal)
                     signatures += [signer.sign(decision.text)] if signer else []
                     labels += [content.label] if isinstance(content, Image | Clip) and content.label else []
-            if time.monotonic() - last_beat >= BEAT_SECONDS:
-                last_beat = time.monotonic()
-                _beat(folder, unit.name, work_done(writer.running.counts(), reader.bytes_read))
     if duplicates.enabled:
         write_keys(target, unit.name, duplicates, ids, ordinals, signatures, labels)
     return writer.finish(input_state_read(unit))
-
-
-def work_done(counts: Counts, num_bytes: int) -> Counter[str]:
-    """Work that gave these counts from this many input bytes, as numbers to be added up."""
-    failed = sum(counts.failed.values())
-    return Counter(
-        num_bytes=num_bytes, documents=counts.read, kept=counts.kept, failed=failed, text_bytes=counts.text_bytes
-    )
-
-
-def _beat(folder: Path, unit: str, work: Counter[str]) -> None:
-    """Replaces a unit's last heartbeat. A lost one does no harm."""
-    path = folder / HEARTBEATS / unit
-    aside = path.with_name(f".{unit}.{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):  # a full disk ends the unit where it writes what matters
-        path.parent.mkdir(exist_ok=True)
-        aside.write_text(json.dumps(work))
-        aside.replace(path)
 
 
 def decide_records(
@@ -156,6 +127,7 @@ def decide_records(
     clean: Callable[[str], str] = normalise if config.filters.normalise_whitespace else str
     documents = (_decide(record, document_filter, clean, config.content) for record in records)
     for batch in batches(documents, lambda decision: len(decision.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
+        # Tokenizing costs most, so it comes after all rules.
         going = [decision for decision in batch if not decision.entry.status]
         encoded = iter(encoder.encode([text for decision in going for text in decision.texts or (decision.text,)]))
         splits = iter(draw([decision.split_key for decision in going]))
@@ -178,6 +150,7 @@ def decide_records(
 
 def splits_of(identities: Sequence[bytes], seed: int, validation_fraction: float) -> list[Split]:
     """Splits of documents, drawn by their ids so that equal texts are never in both splits."""
+    # By id, so that equal texts are never in both splits.
     keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
     drawn = seeding.unit(seeding.words(seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
     return ["held-out" if held_out else "train" for held_out in (drawn < validation_fraction).tolist()]
@@ -250,6 +223,7 @@ def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> 
     counted: Counter[str] = Counter()
     for sidecar in candidates:
         counted.update(sidecar.counts.labels)
+    # Ties by name, or the units' order would decide.
     return sorted(counted, key=lambda label: (-counted[label], label))[:limit]
 
 
@@ -265,8 +239,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
     texts, decoder = _rejected_texts(candidates, unit.name), None
     if config.write_rejected and tokenizer is not None:
         decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
-    writer = UnitWriter(folder, unit, config, tokenizer)
-    with writer:
+    with UnitWriter(folder, unit, config, tokenizer) as writer:
         for ordinal, entry in enumerate(ledger_entries(candidates / LEDGERS / f"{unit.name}.arrow")):
             if entry.row is None:
                 writer.reject(entry, next(texts) if config.write_rejected else "")

@@ -20,8 +20,7 @@ from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
 from declutr.pipeline.config import config_hash, identity
 from declutr.pipeline.job.output import Output, plan_of
-from declutr.pipeline.job.unit_writer import finished_sidecar, sidecar_path
-from declutr.pipeline.job.units import plan_units, with_file_states
+from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states
 from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
 from declutr.pipeline.readers.corpus import document_id

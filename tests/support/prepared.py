@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
-from declutr.pipeline.job.unit_writer import UnitWriter
-from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.units import Unit, UnitWriter
 from declutr.pipeline.readers.corpus import Part, document_id
 from declutr.pipeline.shards.ledger import Entry
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, build_manifest
