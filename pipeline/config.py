@@ -25,10 +25,9 @@ from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerConfig
 
-_LOOK_SECONDS = 20.0
-"""Time for a store to answer before any work; it is not known yet whether the address is right."""
+_LOOK_SECONDS = 20.0  # time for a store to answer before any work; it is not known yet whether the address is right
+# Rules of `filters` that count words and lines of a page.
 _DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
-"""Rules of `filters` that count words and lines of a page."""
 # Settings that decide where and how the work runs, but not its result.
 _NO_INFLUENCE: dict[str, Any] = {
     **dict.fromkeys(("output", "session", "max_error_rate", "cache", "storage_retry_seconds"), True),

@@ -37,8 +37,7 @@ from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, build_manifest, load_manifest, sum_counts
 from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, load_tokenizer
 
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells; also if another host has taken over the output folder."""
+_INTERRUPTED = 130  # exit status after Ctrl-C, as in shells; also if another host has taken over the output folder
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -112,7 +111,7 @@ def _complete(job: Preparation) -> Manifest:
         raise ShardError(problem)
     manifest = build_manifest(sidecars, tokenizer, config.geometry, plan.config, plan.config_hash, plan.skipped)
     write_text(output.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
-    output.complete()
+    output.complete()  # after the manifest: a kill in between leaves what the next command removes
     if hint:
         get_logger().warning(hint)
     return manifest

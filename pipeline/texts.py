@@ -33,10 +33,9 @@ from declutr.pipeline.shards.content import (
 )
 from declutr.pipeline.shards.windows import EMPTY
 
+# Characters that are split at a time: with some scripts the segmenter's time grows with the square of its input.
 _WINDOW_CHARACTERS = 1 << 14
-"""Characters that are split at a time: with some scripts the segmenter's time grows with the square of its input."""
-MAX_FILE_BYTES = 1024 * MIB
-"""Largest file of pairs, and most characters of the pairs of a file that are held."""
+MAX_FILE_BYTES = 1024 * MIB  # largest file of pairs, and most characters of the pairs of a file that are held
 REPEATED = "repeated_pair"
 NO_GOLD_LABEL = "no_gold_label"
 UNKNOWN_LABEL = "unknown_label"
@@ -149,6 +148,7 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
     Raises:
         OSError: the pairs of a file have too many characters.
     """
+    # Within a file: over files it would take a shuffle of the corpus.
     for source, group in groupby(records, key=lambda record: record.source):
         premises: dict[str, _Premise] = {}
         num_characters = 0

@@ -158,8 +158,8 @@ def fingerprints(config: FiltersConfig) -> dict[str, str]:
     return hashes
 
 
+# Every whitespace character except the space; Unicode has none above U+3000 (checked by a test).
 _WHITESPACE = [chr(code) for code in range(0x3001) if chr(code).isspace() and chr(code) != " "]
-"""Every whitespace character except the space; Unicode has none above U+3000 (checked by a test)."""
 _ASCII_WHITESPACE = [character for character in _WHITESPACE if character.isascii()]
 _PIECE_CHARACTERS = 1 << 20
 
@@ -237,7 +237,7 @@ class DocumentFilter:
         """Applies the rules that remove lines, and before them those that look at the whole page."""
         config = self._config
         if self._remover:
-            text = self._remover.remove(text)
+            text = self._remover.remove(text)  # before C4, which judges what is left of a page
             if not text.strip():
                 return text, (ONLY_BOILERPLATE, "no other line")
         if config.c4:
@@ -256,7 +256,7 @@ class DocumentFilter:
             lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
         if config.gopher:
             drop = quality_drop(text, words, lines, config.gopher)
-        if config.language and drop is None:
+        if config.language and drop is None:  # cheap rules run first
             language, drop = _language(text, config.language)
         if config.repetition and drop is None:
             drop = repetition_drop(text, words, lines, config.repetition)

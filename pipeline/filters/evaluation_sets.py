@@ -202,7 +202,7 @@ def build_index(config: Contamination, path: Path) -> None:
     entries: dict[int, tuple[int, int, int]] = {}
     lengths: set[int] = set()
     named_files = dict.fromkeys((name, file) for root in config.paths for file, name in _files(expand(root)))
-    sets = sorted(named_files, key=itemgetter(0))
+    sets = sorted(named_files, key=itemgetter(0))  # two sets of one name are both searched
     shortest = min(config.min_example_words, config.ngram)
     for number, (_, file) in enumerate(sets):
         for text in _texts(file):
@@ -215,7 +215,7 @@ def build_index(config: Contamination, path: Path) -> None:
             heads = ngram_hashes(hashes, shortest)[: len(words) - length + 1]
             keys = keys_of(ngram_hashes(hashes, length), length)
             for place, (key, head) in enumerate(zip(keys.tolist(), heads.tolist(), strict=True)):
-                if key not in entries:
+                if key not in entries:  # the first set by name, so that the order of paths does not show
                     entries[key] = (head, check_of(" ".join(words[place : place + length])), number)
     keys = np.fromiter(sorted(entries), np.uint64, len(entries))
     rows = [entries[key] for key in keys.tolist()]

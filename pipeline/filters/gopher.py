@@ -59,7 +59,7 @@ def quality_drop(text: str, words: WordHashes, lines: list[str], config: GopherQ
     mean = float(words.lengths.sum()) / num_words
     if not _within(mean, config.min_mean_word_characters, config.max_mean_word_characters):
         return "gopher_word_length", f"{mean:.2f} characters a word"
-    symbols = max(text.count("#"), sum(map(text.count, _ELLIPSES)))
+    symbols = max(text.count("#"), sum(map(text.count, _ELLIPSES)))  # the paper limits each of the two alone
     bullets, ellipses = (sum(line[0] in _BULLETS for line in lines), sum(line.endswith(_ELLIPSES) for line in lines))
     for name, limit, count, total, unit in (
         ("symbols", config.max_symbols_per_word, symbols, num_words, "symbols a word"),
@@ -192,6 +192,6 @@ def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
 def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:
     """Characters of the words that n-grams at these places cover, each once."""
     edges = np.zeros(len(lengths) + 1, np.int64)
-    np.add.at(edges, places, 1)
+    np.add.at(edges, places, 1)  # overlapping n-grams count a character once
     np.add.at(edges, places + n, -1)
     return int(lengths[np.cumsum(edges[:-1]) > 0].sum())

@@ -23,13 +23,13 @@ from declutr.pipeline.texts import LACKS
 
 _EXAMPLES = 10
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"
+# Remedies by the most frequent reason of failures.
 _REMEDIES = {
     NO_TEXT: "set corpus.text_field to the key or column of the text, or to several, as in "
     "corpus.text_field=[title,body]",
     "invalid_utf8": _NOT_TEXT,
     "nul_bytes": _NOT_TEXT,
 }
-"""Remedies by the most frequent reason of failures."""
 
 
 def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[ReadFailure] = ()) -> str | None:
@@ -116,7 +116,7 @@ def too_many_failed(
     if failed <= max_error_rate * counts.read:
         return None
     share = failed / counts.read
-    percent = math.ceil(10000 * share) / 100
+    percent = math.ceil(10000 * share) / 100  # rounded up, or it could seem to be within the limit
     head = (
         f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({_in_words(counts.failed)}): "
         f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs and prepare into a "

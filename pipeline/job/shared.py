@@ -25,8 +25,7 @@ from declutr.pipeline.tokenizer.tokenization import (
 )
 
 _SAMPLED_UNITS = 256
-_COMPARED_MIB = 0.5
-"""Text of the corpus on which tokenizer engines are compared."""
+_COMPARED_MIB = 0.5  # text of the corpus on which tokenizer engines are compared
 
 
 def sample_texts(

@@ -19,32 +19,28 @@ from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.media import Clip
 from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT
 
-FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")
-"""Formats of libsndfile that are read."""
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")  # formats of libsndfile that are read
 MAX_RATE = 768_000
 MAX_CHANNELS = 64
-MAX_TERM = 192_000
-"""Largest term of the ratio of two sample rates, in lowest terms."""
+MAX_TERM = 192_000  # largest term of the ratio of two sample rates, in lowest terms
 SILENT = "silent"
 NOT_FINITE = "not_finite"
 CUT = "cut"
 RESAMPLED = "resampled"
 _BLOCK_FRAMES = 1 << 16
 _PREEMPHASIS = 0.97
-LOWEST_ENERGY = 1.192092955078125e-07
-"""Energy of silence in a frame."""
+LOWEST_ENERGY = 1.192092955078125e-07  # energy of silence in a frame
 _LOWEST_HZ = 20
 _RIFF = (b"RIFF", b"RIFX")
+# Sizes from here on in a header mean that a program did not know the size when it began to write.
 _UNKNOWN_BYTES = 0x7FFF_0000
-"""Sizes from here on in a header mean that a program did not know the size when it began to write."""
 
+# Length that libsndfile gives if a header has none, as in a FLAC file whose writer did not know it.
 _UNKNOWN_FRAMES = 2**63 - 1
-"""Length that libsndfile gives if a header has none, as in a FLAC file whose writer did not know it."""
 SEVERAL_STREAMS = "several_streams"
 _CAPTURE = b"OggS"
 _HEADER_BYTES = 27
-_FIRST, _LAST = 2, 4
-"""Flags of the first and the last page of a stream."""
+_FIRST, _LAST = 2, 4  # flags of the first and the last page of a stream
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 

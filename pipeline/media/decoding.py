@@ -31,10 +31,9 @@ from declutr.pipeline.shards.media import Clip, Image, Media
 
 TOO_MUCH_MEMORY = "too_much_memory"
 TOO_SLOW = "too_slow"
-_OUT_OF_MEMORY = 3
-"""Exit status of a process that reached its limit of memory."""
+_OUT_OF_MEMORY = 3  # exit status of a process that reached its limit of memory
+# Signals by which a decoder ends itself on a damaged file.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals by which a decoder ends itself on a damaged file."""
 _ENDING_SECONDS = 10.0
 _ENVIRONMENT = {
     # Each thread of BLAS takes memory, and the memory is limited.
@@ -93,9 +92,9 @@ IMAGE, CLIP, FAILED, UNSUITABLE = range(4)
 
 Answer = Decoded | tuple[int, str, str]
 """An image or clip; or FAILED or UNSUITABLE, the reason, and a message."""
+# An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image or frames. It is no
+# pickle, which a decoder could misuse that a file has taken over.
 _Packed = tuple[int, bytes, tuple[int, int], list[str], bytes]
-"""An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image or frames.
-It is no pickle, which a decoder could misuse that a file has taken over."""
 
 
 def _pack(answer: Answer) -> _Packed:
@@ -219,8 +218,7 @@ class _Child:
         return status
 
 
-_idle: dict[Limits, list[_Child]] = {}
-"""Processes that wait for the next decoder; a start takes 0.3 s of the processor."""
+_idle: dict[Limits, list[_Child]] = {}  # processes that wait for the next decoder; a start takes 0.3 s of the processor
 
 
 @atexit.register

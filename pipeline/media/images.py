@@ -17,15 +17,15 @@ from declutr.pipeline.shards.content import ImagesContent
 from declutr.pipeline.shards.media import MAX_PIXELS, Image
 from declutr.pipeline.shards.windows import EMPTY
 
+# Formats that are tried; Pillow's others include interpreters of documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that are tried; Pillow's others include interpreters of documents."""
-MAX_RATIO = 16
-"""A stored image is at most this many times `shortest_edge` long."""
+MAX_RATIO = 16  # a stored image is at most this many times `shortest_edge` long
 FIRST_FRAME = "first_frame"
 SMALLER = "smaller"
 BROKEN_EXIF = "broken_exif"
 TOO_ELONGATED = "too_elongated"
 
+# Errors that Pillow raises for damaged files.
 PILLOW_ERRORS = (
     OSError,  # also UnidentifiedImageError, and a truncated file
     SyntaxError,  # a damaged chunk or marker
@@ -41,13 +41,10 @@ PILLOW_ERRORS = (
     struct.error,
     zlib.error,
 )
-"""Errors that Pillow raises for damaged files."""
-_PNG_LEVEL = 3
-"""A quarter of the time of the default level 6, for files that are a tenth larger."""
+_PNG_LEVEL = 3  # a quarter of the time of the default level 6, for files that are a tenth larger
 _WHITE = (255, 255, 255, 255)
 _WIDE = 65535
-_ORIENTATION, _TURNED = 0x0112, range(2, 9)
-"""Tag of EXIF, and its values for which an image is turned or mirrored."""
+_ORIENTATION, _TURNED = 0x0112, range(2, 9)  # tag of EXIF, and its values for which an image is turned or mirrored
 _BAND_PIXELS = 1 << 20
 
 

@@ -31,8 +31,7 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
 NO_LABEL = "no_label"
 """Failure reason of an image or clip without a label."""
-MAX_CHARACTERS = 255
-"""Longest label."""
+MAX_CHARACTERS = 255  # longest label
 
 
 def label_of(blob: Blob, rule: LabelRule) -> str | ReadFailure:

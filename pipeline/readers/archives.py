@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
 
-_MAX_HEADER_BYTES = 1 << 20
-"""Largest name or extended header; only a broken or malicious archive has a longer one."""
-_MAX_NUMBER = 1 << 60
-"""Largest number in a header, an exbibyte; a larger one means damage."""
+_MAX_HEADER_BYTES = 1 << 20  # largest name or extended header; only a broken or malicious archive has a longer one
+_MAX_NUMBER = 1 << 60  # largest number in a header, an exbibyte; a larger one means damage
 _MAX_DIGITS = 19
+# Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text.
 _SPARSE = b"GNU.sparse."
-"""Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text."""
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
 _KINDS |= {b"0": "file", b"\0": "file", b"7": "file", b"5": "folder"}
 
@@ -80,6 +78,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         header = stream.read_whole(BLOCK_BYTES)
         if len(header) < BLOCK_BYTES:
             raise EOFError("the archive ends without its end mark")
+        # A block of zeros is an end mark, but concatenated archives continue after it.
         if header.count(0) == BLOCK_BYTES:
             if ends is not None:
                 ends.append(stream.position)
@@ -99,7 +98,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 name, size = _extended(payload, name, size)
                 sparse = sparse or _SPARSE in payload
             continue
-        length = length if size is None else size
+        length = length if size is None else size  # pax has sizes above 8 GiB, which the octal field cannot
         prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
         path = name if name is not None else f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
         member_kind = _KINDS.get(kind, f"of the unknown type {kind!r}")
@@ -108,7 +107,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
         end = stream.position + _padded(contents.left)
         yield Member(path, "a sparse file" if sparse else member_kind, start, ByteStream(contents.read))
-        stream.skip(end - stream.position)
+        stream.skip(end - stream.position)  # what the reader of the member has left
         name = size = None
         sparse = False
         start = stream.position
@@ -126,7 +125,7 @@ def find_members(stream: ByteStream, key: Callable[[str], str] | None = None) ->
             now = key(member.name) if key else None
             if now is None or now != before:
                 starts.append(member.start)
-            before = now
+            before = now  # a label and its images are next to each other
     except READ_ERRORS:
         return starts, None
     return starts, ends[-1]
@@ -149,7 +148,7 @@ def _number(field: bytes) -> int:
     Raises:
         OSError: the field is not a number, or the number is too large for an archive.
     """
-    if field[0] == 0x80:
+    if field[0] == 0x80:  # GNU's base-256
         number = int.from_bytes(field[1:], "big")
         if number > _MAX_NUMBER:
             raise OSError(f"a damaged header (a number in it is above {_MAX_NUMBER})")

@@ -66,7 +66,7 @@ def _read_bounded(body: Body, max_bytes: int, limit: str) -> Record:
     """A file of at most this many bytes, as they are, or its failure."""
     data = bytearray()
     try:
-        while len(data) <= max_bytes and (chunk := body.stream.read()):
+        while len(data) <= max_bytes and (chunk := body.stream.read()):  # a size in a header is not trusted
             data += chunk
     except READ_ERRORS as error:
         return unreadable(error, body.source, 0)
@@ -77,7 +77,7 @@ def _read_bounded(body: Body, max_bytes: int, limit: str) -> Record:
 
 def member_key(name: str) -> str:
     """The name that an image or clip and its label share: without everything after the first dot of the file's name."""
-    start = max(name.rfind("/"), name.rfind("!")) + 1
+    start = max(name.rfind("/"), name.rfind("!")) + 1  # the dots of folders and archives do not count
     return name[:start] + name[start:].partition(".")[0]
 
 
@@ -101,6 +101,7 @@ def with_labels(records: Records, max_bytes: int) -> Records:
             yield Rejected("", record.source, 0, LABEL_ALONE)
         elif isinstance(record, Blob) and record.label is None:
             blobs.append(record)
+            # Images of one name could otherwise fill the memory.
             while len(blobs) > 1 and sum(len(blob.data) for blob in blobs) > max_bytes:
                 yield _labelled(blobs.pop(0), label)
                 used = True

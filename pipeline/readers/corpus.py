@@ -12,8 +12,7 @@ from declutr.common.console.terminal import shorten
 from declutr.common.errors import suggest
 
 MIB = 2**20
-UNIT_MIB = 32.0
-"""Text of a unit of preparation in MiB, unless the corpus is larger than any today."""
+UNIT_MIB = 32.0  # text of a unit of preparation in MiB, unless the corpus is larger than any today
 ID_BYTES = 16
 """Length of a document id."""
 END = 2**62
@@ -50,9 +49,9 @@ SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
 }
 MARKDOWN = {".md", ".markdown", ".rst"}
+# Read as JSON Lines if the file is named explicitly, or if its first line is an object with the key of the text; in a
+# searched folder it is more often a description.
 JSON_SUFFIX = ".json"
-"""Read as JSON Lines if the file is named explicitly, or if its first line is an object with the key of the text; in a
-searched folder it is more often a description."""
 TAR_SUFFIX = ".tar"
 COMPRESSED_SUFFIXES = {".gz": "", ".xz": "", ".zst": "", ".zstd": "", ".bz2": "", ".tgz": ".tar", ".txz": ".tar"}
 """Suffixes of compressed files, each with the further suffix that it implies."""

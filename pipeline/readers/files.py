@@ -56,8 +56,7 @@ from declutr.pipeline.readers.tables import (
     read_parquet,
 )
 
-MAX_DEPTH = 4
-"""Largest depth of nested archives, each of which may be compressed; OpenWebText has two levels."""
+MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compressed; OpenWebText has two levels
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _PARQUET = b"PAR1"
 _IN_UTF8 = ("jsonl", "text", "text_file", "csv", "tsv")
@@ -76,7 +75,7 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Records:
         yield failed("unreadable", part.source, 0, _why_lost(part.path))
         return
     try:
-        file = open_input(part.path, count=False)
+        file = open_input(part.path, count=False)  # a store that ends must stop the unit, not count as a failure a part
     except READ_ERRORS as error:
         yield unreadable(error, part.source, part.start)
         return
@@ -115,7 +114,7 @@ def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Recor
     if part.format == "parquet":
         yield from read_parquet(body, file, None if part.stop == END else pieces)
     elif is_remote(part.path):
-        yield from read_arrow_batches(body, file, pieces)
+        yield from read_arrow_batches(body, file, pieces)  # a remote file cannot be mapped
     else:
         try:
             mapped = pa.memory_map(part.path)
@@ -134,7 +133,7 @@ def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records
         compression = compression_of(stream.peek(BLOCK_BYTES))
         if compression:
             stream = decompressed(stream, compression, allowance)
-        stream.skip(part.start)
+        stream.skip(part.start)  # a compressed archive has no place to start from
     except READ_ERRORS as error:
         yield unreadable(error, part.source, part.start)
         return
@@ -146,6 +145,7 @@ def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records
 def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
     """The lines whose first byte is in [start, stop)."""
     try:
+        # One byte earlier shows if a line begins here.
         stream = stream_of(file, part.path, max(0, part.start - 1), part.stop)
         if part.start > 0:
             # A line across the cut belongs to the range before: start one byte earlier and skip that line.
@@ -157,6 +157,7 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Recor
     record: Record | None = None
     for record in READERS[part.format](Body(stream, part.source, rules, part.stop)):  # type: ignore[index]
         yield record
+    # The file has shrunk since it was cut, and what is missing must be counted.
     if stream.position < part.stop and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
         short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
         yield unreadable(short, part.source, stream.position)
@@ -204,9 +205,10 @@ def is_json_lines(head: bytes, rules: Rules) -> bool:
 
 def is_prose(head: bytes) -> bool:
     """Returns True if a file begins like text: UTF-8 without control characters, no markup and no program."""
-    if encoding_of(head):
+    if encoding_of(head):  # a mark says that it is text, whose bytes look like none
         return True
     try:
+        # Incremental, because the head may end within a character.
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return False

@@ -8,10 +8,10 @@ from declutr.common.hub import hub_problem
 from declutr.common.stores.address import network_errors
 from declutr.pipeline.readers.corpus import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, HubCorpus, Input, bare_suffix
 
+# Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet.
 _CONVERTED = "refs/convert/parquet"
-"""Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet."""
+# Suffixes of data files; Markdown on the Hub only describes a dataset.
 _DATA = {*SUFFIXES, JSON_SUFFIX, TAR_SUFFIX} - MARKDOWN
-"""Suffixes of data files; Markdown on the Hub only describes a dataset."""
 _SPLIT = re.compile(r"(?<![a-z])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z])")
 _SAME_SPLIT = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 
@@ -24,6 +24,7 @@ def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
         return [], [f"corpus.name = {corpus.name!r}: the Hub does not give the dataset: {unreached}"]
     try:
         with network_errors():
+            # The commit, because a branch may move while units are read.
             commit, files, card = _listing(corpus.name, corpus.revision)
             chosen, problem = _choose(corpus, files, card)
             if not chosen and not problem and corpus.revision is not None:
@@ -31,7 +32,7 @@ def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
                     f"corpus.revision = {corpus.revision!r}: {corpus.name} has no data files of the split "
                     f"{corpus.split!r} there, and the Hub's Parquet copies are of its main branch; remove the revision"
                 )
-            elif not chosen and not problem:
+            elif not chosen and not problem:  # a dataset of a script, which is never run
                 commit, files, _ = _listing(corpus.name, _CONVERTED)
                 chosen, problem = _converted(corpus, files)
     except OSError as error:

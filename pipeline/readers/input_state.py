@@ -14,8 +14,8 @@ from declutr.pipeline.readers.corpus import END, Part
 from declutr.pipeline.readers.streams import BLOCK_BYTES, CHUNK_BYTES, compression_of
 
 _SAMPLE_BYTES = 1 << 16
+# Keys under which file systems give the tag or the time of a file's content, the most reliable first.
 _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "last_modified", "LastModified", "updated", "mtime")
-"""Keys under which file systems give the tag or the time of a file's content, the most reliable first."""
 _THREADS = 16
 
 
@@ -90,6 +90,7 @@ def _file_state(path: str) -> FileState | None:
 def _sample(file: BinaryIO, num_bytes: int) -> str:
     """SHA-256 of the head, middle and tail of a file."""
     digest = hashlib.sha256()
+    # A change in place often keeps the size and may keep the time, so times alone are not enough.
     for start in sorted({0, max(0, (num_bytes - _SAMPLE_BYTES) // 2), max(0, num_bytes - _SAMPLE_BYTES)}):
         file.seek(start)
         digest.update(file.read(_SAMPLE_BYTES))

@@ -62,7 +62,7 @@ def _search(root: Path, skipped: Skipped) -> Iterator[Input]:
             continue
         for entry in entries:
             path = folder / entry.name
-            if entry.name.startswith("."):
+            if entry.name.startswith("."):  # as shells do
                 continue
             if entry.is_dir(follow_symlinks=False):
                 folders.append(path)
@@ -121,6 +121,7 @@ def _met(path: Path, relative: str, folder_kind: str, skipped: Skipped) -> Itera
 
 
 def _local(path: Path, source: str, *, searched: bool) -> Input:
+    # Resolved, so that a file and its links count once.
     return Input(str(path.resolve()), source, path.stat().st_size, searched)
 
 
@@ -139,6 +140,7 @@ def _find_remote(address: str) -> Iterator[Input]:
             root = "/".join(parts[:num_plain])
             if is_object_store(files):
                 pattern, levels = re.compile(glob_translate(path)), None if "**" in path else len(parts) - num_plain
+                # Not fsspec's glob, which leaves out a folder that cannot be listed.
                 below = files_below(files, root, levels)
                 infos = {name: info for name, info in below.items() if pattern.match(name)}
             else:
@@ -156,7 +158,7 @@ def _find_remote(address: str) -> Iterator[Input]:
                 return
             below_it = is_object_store(files)
             infos = files_below(files, path) if below_it else files.find(path, detail=True)
-        for name in sorted(infos):
+        for name in sorted(infos):  # a store lists in any order, and the order of files is that of training
             relative = name.removeprefix(root).lstrip("/")
             if infos[name]["type"] == "file" and not is_hidden(relative):
                 yield Input(address_of(files, name, address, query), relative, infos[name]["size"] or 0, searched=True)

@@ -29,14 +29,12 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-_LARGEST_GROWTH = 2
-"""Largest growth: two bytes of UTF-16 become at most three of UTF-8."""
+_LARGEST_GROWTH = 2  # largest growth: two bytes of UTF-16 become at most three of UTF-8
 _LEAST_BYTES = 4
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
 _CONTINUATION_BYTES = 3
-_WIDE_SHARE = 4
-"""A string is wide if at least one of this many characters is NUL."""
+_WIDE_SHARE = 4  # a string is wide if at least one of this many characters is NUL
 
 
 def decode(raw: Buffer, source: str, offset: int) -> Record:
@@ -156,7 +154,7 @@ def lines(
             for piece in chunk[begin:last].split(b"\n"):
                 if start >= stop:
                     return
-                if len(piece) > max_bytes and keep:
+                if len(piece) > max_bytes and keep:  # JSON is not cut here, because its pieces would not parse
                     yield from _cut_line(piece, start, max_bytes)
                 else:
                     yield piece, start, False
@@ -203,8 +201,8 @@ def read_text_file(body: Body) -> Records:
         yield unreadable(error, body.source, offset)
 
 
+# Largest content that is held in memory as a whole: a line of JSON, or a Parquet file in an archive.
 MAX_HELD_BYTES = 1 << 29
-"""Largest content that is held in memory as a whole: a line of JSON, or a Parquet file in an archive."""
 
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -49,10 +49,9 @@ from declutr.pipeline.readers.streams import (
 )
 from declutr.pipeline.readers.tables import DELIMITERS, TABLE_ERRORS, header_problem
 
+# Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted.
 COMPRESSION_RATIO = 3
-"""Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted."""
-MAX_ARCHIVE_PARTS = 64
-"""Most parts of a compressed archive, because each part has to decompress everything before it."""
+MAX_ARCHIVE_PARTS = 64  # most parts of a compressed archive, because each part has to decompress everything before it
 _THREADS = 32
 _HEAD_BYTES = 4096
 _PEEKED_BYTES = 1 << 14
@@ -97,7 +96,7 @@ def _cut_archive(
 
 def _cut_ranges(file: Input, file_format: str, part_bytes: int) -> list[Part]:
     """Byte ranges of a plain file. A line belongs to the range of its first byte."""
-    count = max(1, -(-file.num_bytes // part_bytes))
+    count = max(1, -(-file.num_bytes // part_bytes))  # rounded up: equal ranges, none above the size of a unit
     cuts = [file.num_bytes * i // count for i in range(count + 1)]
     return [make_part(file, file_format, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
 
@@ -112,13 +111,14 @@ def _cut_parquet(file: Input, opened: BinaryIO, rules: Rules, part_bytes: int) -
             paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     except TABLE_ERRORS:  # damage is counted when the file is read
         return Cut([whole])
-    if isinstance(rows, FieldRows):
+    if isinstance(rows, FieldRows):  # its pairs are grouped by premise over the whole file
         return Cut([whole], problem and f"content: {file.path}: {problem}")
     if problem:
         return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rules, problem))
     names = rows.names
     columns = [n for n, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    # Of the text alone: a unit has about as much text whatever else a row has.
     weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
     sizes = [max(0, group.total_byte_size) for group in groups]
     return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
@@ -270,7 +270,7 @@ def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]
         for file in files:
             yield _cut_file(file, rules, part_bytes)
         return
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network
         yield from pool.map(lambda file: _cut_file(file, rules, part_bytes), files)
 
 

@@ -23,8 +23,8 @@ _SKIPPED_FOLDERS = re.compile(
     "|node_modules"
 )
 _TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''", re.DOTALL)
+# Modules with less text than this between triple quotes are skipped, because parsing them would dominate the work.
 MIN_DOCUMENTATION_BYTES = 512
-"""Modules with less text than this between triple quotes are skipped, because parsing them would dominate the work."""
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -44,6 +44,7 @@ def python_parts() -> list[Part]:
     parts = [_part(root, prefix, path) for root, prefix in roots.items() for path in _modules(root)]
     topics = standard / "pydoc_data" / "topics.py"
     parts = [part.model_copy(update={"format": "topics"}) if Path(part.path) == topics else part for part in parts]
+    # By name, packages would lie together.
     return sorted(parts, key=lambda part: hashlib.blake2b(part.source.encode()).digest())
 
 

@@ -26,25 +26,16 @@ from declutr.pipeline.readers.corpus import (
     joined,
     missing,
 )
-from declutr.pipeline.readers.lines import (
-    decode,
-    documents,
-    explained_object,
-    is_wide,
-    json_kind,
-    json_lines,
-    nul_bytes,
-)
+from declutr.pipeline.readers.lines import decode, documents, explained_object, is_wide, json_lines, nul_bytes
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
 NO_COLUMN = "no_column"
-_DICTIONARY_ROWS = 32
-"""Rows of a batch of a dictionary column; each batch holds the whole dictionary."""
+_DICTIONARY_ROWS = 32  # rows of a batch of a dictionary column; each batch holds the whole dictionary
 _FIELD_ROWS = 32
 _SHOWN_CHARACTERS = 300
+# Types of text, with the type that has the same bytes and does not promise UTF-8.
 _TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-"""Types of text, with the type that has the same bytes and does not promise UTF-8."""
 
 
 def as_bytes(column: pa.Array) -> pa.Array:
@@ -58,7 +49,7 @@ def as_bytes(column: pa.Array) -> pa.Array:
         column = pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
     elif column.type in _TEXTS:
         column = column.view(_TEXTS[column.type])
-    column.validate(full=True)
+    column.validate(full=True)  # Arrow reads wherever the offsets of a file point
     return column
 
 
@@ -180,9 +171,10 @@ class FieldRows:
             subject = f"the value of {name!r} ({setting})"
             if isinstance(value, float) and value.is_integer():  # explained_object reads numbers as floats
                 value = int(value)
-            if isinstance(value, bool) or not isinstance(value, (str, int, type(None))):
-                kind = next((c for kind, c in ((bool, "t"), (dict, "{"), (list, "[")) if isinstance(value, kind)), "0")
-                return failed("not_text", source, offset, f"{subject} is {json_kind(kind)}, not text")
+            if isinstance(value, bool) or not isinstance(value, (str, int, type(None))):  # a bool is an int to Python
+                kinds = {dict: "an object", list: "a list", bool: str(value).lower()}
+                kind = kinds.get(type(value), "a number")
+                return failed("not_text", source, offset, f"{subject} is {kind}, not text")
             if isinstance(value, str):
                 try:
                     size = len(value.encode())

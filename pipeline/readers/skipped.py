@@ -47,15 +47,16 @@ class Skipped:
 
     def add(self, kind: str, source: str) -> None:
         """Counts one more file of this kind."""
+        # The manifest must not grow with names.
         kind = kind if kind in self._counts or len(self._counts) < MAX_KINDS else OTHERS
         self._counts[kind] += 1
-        printable = source.encode("utf-8", "backslashreplace").decode()
+        printable = source.encode("utf-8", "backslashreplace").decode()  # a name may have bytes that are not UTF-8
         self._examples[kind] = min(self._examples.get(kind, printable), printable)
 
     def add_file(self, source: str) -> None:
         """Counts a file by its suffix."""
-        ending = bare_suffix(source)
-        self.add(ending if _ENDING.fullmatch(ending) else OTHERS if ending else NO_ENDING, source)
+        ending = bare_suffix(source) or NO_ENDING
+        self.add(ending if ending == NO_ENDING or _ENDING.fullmatch(ending) else OTHERS, source)
 
     def kinds(self) -> dict[str, Skip]:
         """Every kind, the most frequent first."""

@@ -20,23 +20,20 @@ from declutr.pipeline.readers.corpus import END, Rules
 
 CHUNK_BYTES = 1 << 20
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
-BLOCK_BYTES = 512
-"""Block size of a tar archive; also the size of the head that format detection looks at."""
+BLOCK_BYTES = 512  # block size of a tar archive; also the size of the head that format detection looks at
+# Memory limit of xz, four times the need of `xz -9`; a header that requests more is refused.
 XZ_MEMORY_BYTES = 256 << 20
-"""Memory limit of xz, four times the need of `xz -9`; a header that requests more is refused."""
 
-FREE_BYTES = 1 << 29
-"""Any file may decompress to this size."""
+FREE_BYTES = 1 << 29  # any file may decompress to this size
+# Beyond FREE_BYTES, all layers of a file together may give this many times the bytes read of it. Text is 3 to 200
+# times its compressed size; one layer of gzip gives at most 1,032 times.
 MAX_RATIO = 1000
-"""Beyond FREE_BYTES, all layers of a file together may give this many times the bytes read of it. Text is 3 to 200
-times its compressed size; one layer of gzip gives at most 1,032 times."""
 
+# Errors from damaged or missing files: system and network, early end, gzip, xz, Parquet/Arrow/zstd.
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
-"""Errors from damaged or missing files: system and network, early end, gzip, xz, Parquet/Arrow/zstd."""
 
 _COMPRESSED_BYTES = 1 << 16
-_ZSTD_BYTES = 1 << 16
-"""Bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged."""
+_ZSTD_BYTES = 1 << 16  # bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged
 _MAGIC = (
     ("gz", b"\x1f\x8b\x08"),
     ("xz", b"\xfd7zXZ\x00"),
@@ -78,7 +75,7 @@ class ByteStream:
         try:
             return self._read(num_bytes)
         except READ_ERRORS as error:
-            self._error = error
+            self._error = error  # a decoder that continued after damage would give text that was never there
             raise
 
     def peek(self, num_bytes: int) -> bytes:
@@ -209,7 +206,7 @@ class _Members:
                 return b""
             data = self._pull(num_bytes)
             if self._engine.eof:
-                self._source.unread(self._engine.unused_data)
+                self._source.unread(self._engine.unused_data)  # the next member, as `cat a.gz b.gz` and pigz write it
                 self._engine = None
             if data:
                 return data
@@ -223,7 +220,7 @@ class _Members:
         if compression_of(head) != self._compression:
             raise OSError(f"what follows the {self._compression} data is no {self._compression} data")
         if self._compression == "gz":
-            self._engine = zlib.decompressobj(31)
+            self._engine = zlib.decompressobj(31)  # 16 + 15: gzip's header and checksum, with the largest window
         elif self._compression == "xz":
             self._engine = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
         else:

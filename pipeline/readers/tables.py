@@ -14,16 +14,14 @@ from declutr.pipeline.readers.lines import MAX_HELD_BYTES, as_utf8, encoding_of,
 from declutr.pipeline.readers.rows import BlobRows, Rows, rows_of
 from declutr.pipeline.readers.streams import READ_ERRORS, Body, ByteStream, ForwardFile
 
-TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)
-"""UnicodeDecodeError occurs if the name of a column is damaged."""
+TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)  # UnicodeDecodeError occurs if the name of a column is damaged
 DELIMITERS = {"csv": ",", "tsv": "\t"}
+# Largest field; it is in memory with four bytes a character. A longer one is usually an unclosed quote.
 MAX_FIELD_BYTES = 64 * MIB
-"""Largest field; it is in memory with four bytes a character. A longer one is usually an unclosed quote."""
 ARROW_FILE = b"ARROW1\0\0"
-_BUFFER_BYTES = 8 * MIB
-"""Read buffer of a Parquet column; without it pyarrow reads the whole column of a row group."""
+_BUFFER_BYTES = 8 * MIB  # read buffer of a Parquet column; without it pyarrow reads the whole column of a row group
+# Most failures for unreadable rows of one table, because a damaged number of rows can have any value.
 MAX_LOST_ROWS = 1_000_000
-"""Most failures for unreadable rows of one table, because a damaged number of rows can have any value."""
 
 
 def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | None = None) -> Records:
@@ -154,7 +152,7 @@ class _Feed:
             self.too_large |= continues
             if not continues:
                 data = raw.removeprefix(b"\xef\xbb\xbf") if offset == 0 else raw
-                return data.decode("utf-8", "surrogateescape") + "\n"
+                return data.decode("utf-8", "surrogateescape") + "\n"  # the csv module takes text alone
         self.ended = True
         raise StopIteration
 

@@ -171,7 +171,7 @@ MediaContent = ImagesContent | AudioContent
 
 def _with_kind(value: object) -> object:
     """Accepts a section that is a kind alone, such as `content: sentences`."""
-    return {"kind": value} if isinstance(value, str) else value
+    return {"kind": value} if isinstance(value, str) else value  # most contents need no other setting
 
 
 def noun_of(kind: ContentKind) -> str:

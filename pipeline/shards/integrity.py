@@ -37,11 +37,11 @@ def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | 
 def memory_problem(batch: pa.RecordBatch) -> str | None:
     """The reason why reading rows of a record batch could leave its memory; None if it cannot."""
     try:
-        batch.validate(full=True)
+        batch.validate(full=True)  # Arrow itself does not check offsets when it reads
     except pa.ArrowException as error:
         return " ".join(str(error).split())
     columns = {name: batch.column(name) for name in batch.schema.names}
-    empty = [
+    empty = [  # the bytes of a null can be anything
         name
         for name, column in columns.items()
         if column.null_count or (pa.types.is_list(column.type) and column.values.null_count)
@@ -69,7 +69,7 @@ def content_problem(
         return None
     tokens, lengths = _lists(batch, "tokens")
     num_tokens = batch.column("num_tokens").to_numpy()
-    if row := _first(num_tokens != lengths):
+    if row := _first(num_tokens != lengths):  # lengths first: all other checks use them
         return row[0], f"num_tokens = {num_tokens[row[0]]}, but it has {lengths[row[0]]} tokens"
     if kind == "documents":
         problem = _windows_problem(batch, geometry, short_documents, num_tokens)
@@ -196,12 +196,12 @@ def load_index(folder: Path) -> ManifestIndex:
         ShardError: see `load_manifest`.
     """
     try:
-        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=ManifestIndex)
+        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=ManifestIndex)  # skips all other fields
         Geometry.model_validate(index.geometry)
         if index.schema_version == SCHEMA_VERSION:
             return index
         problem = f"schema version {index.schema_version}"
     except (OSError, msgspec.DecodeError, ValidationError) as error:
         problem = str(error)
-    load_manifest(folder)
+    load_manifest(folder)  # its errors name the field
     raise ShardError(f"{folder / MANIFEST} is not a manifest of this version: {problem}")

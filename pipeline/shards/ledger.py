@@ -64,7 +64,7 @@ class Counts(Strict):
             ShardError: they do not.
         """
         explained = self.kept + sum(self.dropped.values()) + sum(self.failed.values())
-        if self.read != explained:
+        if self.read != explained:  # a document lost without a reason would be lost for good
             raise ShardError(f"{what}: {self.read} documents read, but {explained} kept, dropped or failed")
 
 
@@ -72,6 +72,7 @@ def sum_counts(counts: list[Counts]) -> Counts:
     """Sums counts over units."""
 
     def sum_of(name: str) -> dict[str, int]:
+        # Equal bytes in any order of units.
         return dict(sorted(sum((Counter(getattr(count, name)) for count in counts), Counter[str]()).items()))
 
     return Counts(
@@ -142,9 +143,9 @@ class LedgerWriter(ExitStack):
 
     def __enter__(self) -> Self:
         aside = self.enter_context(atomic_file(self._path))
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        options = pa.ipc.IpcWriteOptions(compression="zstd")  # sources repeat in every row
         self._stream = self.enter_context(pa.ipc.new_file(str(aside), SCHEMA, options=options))
-        self.push(self._end)
+        self.push(self._end)  # after the stream was entered, so the last rows are written before it closes
         return self
 
     def add(self, entry: Entry) -> None:

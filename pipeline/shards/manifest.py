@@ -23,25 +23,23 @@ from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+# Files of other folders that a user may confuse with shards.
 _OTHERS = {
     "checkpoints": "a run (its config.yaml names its shards)",
     "state.json": "a checkpoint",
     "modules.json": "an encoder",
     "index.json": "an index",
 }
-"""Files of other folders that a user may confuse with shards."""
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer in the output folder."""
-MAX_EXAMPLES = 100
-"""Failures listed in a manifest and in each sidecar; all failures are counted."""
+MAX_EXAMPLES = 100  # failures listed in a manifest and in each sidecar; all failures are counted
 
-MAX_LABELS = 1_000_000
-"""Most different labels of images or clips."""
+MAX_LABELS = 1_000_000  # most different labels of images or clips
 
 _CONTENT: TypeAdapter[AnyContent] = TypeAdapter(AnyContent)
 
+# Packages that decide the rows of images and audio.
 _LIBRARIES = {"images": ("numpy", "pillow"), "audio": ("numpy", "scipy", "soundfile", "transformers")}
-"""Packages that decide the rows of images and audio."""
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = ("train", "held-out")
@@ -150,7 +148,7 @@ def build_manifest(
     kind = _CONTENT.validate_python(config.get("content", "documents")).kind
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     shards = [shard for split in SPLITS for sidecar in sidecars for shard in sidecar.shards if shard.split == split]
-    counts.check("manifest")
+    counts.check("manifest")  # sums can balance although a ledger or a shard lacks rows; those are checked below
     kept = {split: sum(shard.num_documents for shard in shards if shard.split == split) for split in SPLITS}
     if (rows := sum(sidecar.ledger.num_rows for sidecar in sidecars)) != counts.read:
         raise ShardError(f"manifest: {counts.read} documents read, but {rows} in the ledgers")
@@ -184,6 +182,7 @@ def build_manifest(
         geometry=geometry,
         config=config,
         config_hash=config_hash,
+        # A change of one can change bits.
         versions={name: version(name) for name in ("pyarrow", "ray", *_LIBRARIES.get(kind, ("tokenizers",)))},
         skipped=skipped or {},
         labels=counts.labels,

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from declutr.pipeline.shards.content import MediaKind
 
 PNG = b"\x89PNG\r\n\x1a\n"
-_HEADER_BYTES = 24
-"""Bytes of a PNG up to and with the width and the height."""
+_HEADER_BYTES = 24  # bytes of a PNG up to and with the width and the height
+# Most pixels of an image, claimed or real: Pillow's limit, above which it warns of a decompression bomb.
 MAX_PIXELS = 89_478_485
-"""Most pixels of an image, claimed or real: Pillow's limit, above which it warns of a decompression bomb."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class ShardSet:
         indexes = [load_index(path) for path in self.folders]
         self._index = indexes[0]
         listed = [[shard for shard in index.shards if shard.split == split] for index in indexes]
+        # Numbers are the order of training, whatever the order of the manifest.
         self._shards = [shard for group in listed for shard in sorted(group, key=lambda shard: shard.name)]
         self._firsts = np.cumsum([0, *map(len, listed)])  # first shard of each corpus, and their number
         if look and (problems := [line for place in range(len(self._shards)) for line in self._size_problems(place)]):
@@ -91,6 +92,7 @@ class ShardSet:
         share, seed = self.part or (1.0, 0)
         keys = [self._shard(number).keys() for number in range(len(self._shards))]
         joined = np.concatenate([np.empty(0, np.uint64), *keys])
+        # By id, so that more shards or another order choose the same documents.
         drawn = seeding.words(seed, "share of the corpus", joined, np.zeros_like(joined), 1)[:, 0]
         return np.flatnonzero(seeding.unit(drawn) < share)
 
@@ -132,7 +134,7 @@ class ShardSet:
         for number in np.unique(which):
             in_shard = np.flatnonzero(which == number)
             for batch, positions, places in self._shard(int(number)).locate(rows[in_shard] - self._starts[number]):
-                pieces.append(batch.take(pa.array(positions)))
+                pieces.append(batch.take(pa.array(positions)))  # copies the rows, so that no map is held by them
                 requested_places.append(in_shard[places])
         if not pieces:
             if not self._shards:
@@ -154,7 +156,7 @@ class ShardSet:
                 raise ShardError("\n".join(problems))
             self._open[number] = _OpenShard(self._folder_of(number), self._shards[number], self._index.kind)
             if len(self._open) > self._most_open:
-                self._open.popitem(last=False)
+                self._open.popitem(last=False)  # the one not used for the longest time; each holds a memory map
         self._open.move_to_end(number)
         return self._open[number]
 
@@ -165,7 +167,7 @@ class ShardSet:
         return _size_problems(self._folder_of(number), self._shards[number])
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": OrderedDict()}
+        return self.__dict__ | {"_open": OrderedDict()}  # a memory map cannot be sent to another process
 
 
 class _OpenShard:
@@ -245,6 +247,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
             except ShardError as error:
                 shard_problems = [str(error)]
             else:
+                # A file that is newer than the manifest was changed in place.
                 if full or (folder / shard.name).stat().st_mtime_ns > written:
                     problem = opened.problem(index)
                     shard_problems = _hash_problems(folder, shard) + ([problem] if problem else [])
@@ -257,7 +260,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
 def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:
     """Problems of a file that is missing or of another size than the manifest records."""
     path = folder / written.name
-    if Path(written.name).is_absolute() or ".." in Path(written.name).parts:
+    if Path(written.name).is_absolute() or ".." in Path(written.name).parts:  # a manifest may come from someone else
         return [f"{folder / MANIFEST} names {written.name}, which is outside its folder; prepare the folder again"]
     if not path.is_file():
         return [f"{path} is missing; run `prepare` again, it makes what is missing"]

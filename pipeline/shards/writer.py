@@ -63,8 +63,7 @@ from declutr.pipeline.shards.media import Clip, Image, Media, media_arrays
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments, document_windows
 
 UINT16_VOCABULARY = 2**16
-_BLOCK = 2**25
-"""Most tokens, or bytes of images or frames, in a record batch, unless one row has more."""
+_BLOCK = 2**25  # most tokens, or bytes of images or frames, in a record batch, unless one row has more
 
 
 def shard_schema(
@@ -75,7 +74,7 @@ def shard_schema(
     kind: TextKind = "documents",
 ) -> pa.Schema:
     """Schema of a shard of texts; its metadata names the tokenizer and the geometry of the tokens and windows."""
-    token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
+    token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()  # half the size for most tokenizers
     inner = {"windows": pa.int32()} if kind == "documents" else {"starts": pa.int32(), "labels": pa.int8()}
     metadata = {
         "schema_version": str(SCHEMA_VERSION),
@@ -153,7 +152,7 @@ class ShardWriter(ExitStack):
             self._block += content.num_bytes
         else:
             vocab_size = int(self._schema.metadata[b"vocab_size"])
-            if len(content) and int(content.max()) >= vocab_size:
+            if len(content) and int(content.max()) >= vocab_size:  # no model has an embedding for it
                 token = f"{source} at {offset}: token id {int(content.max())}"
                 raise ShardError(f"{token} is beyond the vocabulary of {vocab_size} tokens")
             self._held_tokens += len(content)
@@ -169,7 +168,7 @@ class ShardWriter(ExitStack):
         if not self._rows:
             return
         if self._stream is None:
-            aside = self.enter_context(atomic_file(self._path))
+            aside = self.enter_context(atomic_file(self._path))  # a shard appears whole or not at all
             self._stream = self.enter_context(pa.ipc.new_file(str(aside), self._schema))
         ids, contents, sources, offsets, layouts = zip(*self._rows, strict=True)
         columns = {"id": ids, "source": sources, "offset": offsets}
@@ -199,7 +198,7 @@ class ShardWriter(ExitStack):
         }
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
-        if kind is None:
+        if kind is None:  # after an error nothing more is written, and the file beside is removed
             self._flush()
         return super().__exit__(kind, *rest)
 

@@ -77,7 +77,8 @@ class BatchTokenizer:
             encoded = self._encode([piece for _, piece in batch])
             for (index, _), ids in zip(batch, encoded, strict=True):
                 pieces[index].append(ids)
-        return [part[0] if len(part) == 1 else np.concatenate([*part, np.empty(0, np.uint32)]) for part in pieces]
+        nothing = np.empty(0, np.uint32)  # an empty text has no pieces
+        return [ids[0] if len(ids) == 1 else np.concatenate([*ids, nothing]) for ids in pieces]
 
     def _encode(self, pieces: list[str]) -> list[Ids]:
         """Ids of a few pieces."""
@@ -131,10 +132,10 @@ def _safe_cut(parsed: dict[str, Any]) -> re.Pattern[str] | None:
     # SentencePiece (XLM-R): each word is tokenized alone, with the sign that replaced the space before it. Normalisers
     # can turn other characters into spaces, so the space must be between letters or digits.
     steps = [step["type"] for step in (parsed["normalizer"] or {}).get("normalizers", [parsed["normalizer"]]) if step]
-    words = [part for part in before.get("pretokenizers", [before]) if part.get("type") != "WhitespaceSplit"]
-    alone = [(part.get("type"), part.get("split"), part.get("prepend_scheme")) for part in words]
-    local = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Replace"}
-    return _WORDS_CUT if alone == [("Metaspace", True, "always")] and local.issuperset(steps) else None
+    splitters = [part for part in before.get("pretokenizers", [before]) if part.get("type") != "WhitespaceSplit"]
+    facts = [(part.get("type"), part.get("split"), part.get("prepend_scheme")) for part in splitters]
+    by_word = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Replace"}
+    return _WORDS_CUT if facts == [("Metaspace", True, "always")] and by_word.issuperset(steps) else None
 
 
 def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:

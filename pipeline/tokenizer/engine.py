@@ -17,10 +17,9 @@ from declutr.pipeline.tokenizer.fast_engines import byte_letters, bytelevel_obst
 from declutr.pipeline.tokenizer.tokenization import EngineSetting
 
 _CHARACTERS_AT_ONCE = 200_000
+# Ranges of CJK, Hangul, private use and sparsely assigned planes, in which only every 64th character is tested.
 _SAMPLED = ((0x4E00, 0xA000), (0xAC00, 0xD7A4), (0xE000, 0xF900), (0x20000, 0x110000))
-"""Ranges of CJK, Hangul, private use and sparsely assigned planes, in which only every 64th character is tested."""
-_SPACES_END = 0x3100
-"""All whitespace characters are below this code point; Unicode adds none."""
+_SPACES_END = 0x3100  # all whitespace characters are below this code point; Unicode adds none
 _DIFFICULT = (
     *("", "\0", " ", "   ", " \n", "\n\n", "a ", " a", "_a_b__c-d--e...f!!!?!g@h#i$%^&*()", "\U0010ffff\ufffd\ufffe"),
     "it's we'll they've I'M 'tis 's'S ''s '' ' d'd 'll've \u2019s",
@@ -35,8 +34,8 @@ _DIFFICULT = (
 _SURROGATES = range(0xD800, 0xE000)
 
 
+# Versions of tiktoken and tokenizers whose character tables are known to agree (checked by a test).
 _AGREEING = {("0.14.0", "0.23.3")}
-"""Versions of tiktoken and tokenizers whose character tables are known to agree (checked by a test)."""
 
 
 class EngineChoice(Strict):

@@ -37,16 +37,14 @@ _WORDS = r" ?\p{L}+|'(?:[sdmt]|ll|ve|re)| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
 # needed only if two whitespace characters are adjacent.
 _ANY_SPACES = _WORDS + r"|\s+(?!\S)|\s+"
 _SINGLE_SPACES = _WORDS + r"|\s+"
+# Whitespace that could overflow the stack of tiktoken's pattern engine: 100,000 characters do not, a million do.
 _LONG_SPACES = re.compile(r"(?<!\s)\s{10000}")
-"""Whitespace that could overflow the stack of tiktoken's pattern engine: 100,000 characters do not, a million do."""
 _NUM_BYTES = 256
 # White_Space of Unicode and all control characters of ASCII; in doubtful cases the slower pattern is used.
 _BLANK = np.zeros(0x3002, bool)
 _BLANK[[*range(0x21), 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000]] = True
-_MOST_PIECES = 1 << 17
-"""Largest number of pieces in the table, about 30 MB; a full table is emptied."""
-_LONGEST = 48
-"""Characters of the longest piece in the table. Longer pieces are rarely repeated."""
+_MOST_PIECES = 1 << 17  # largest number of pieces in the table, about 30 MB; a full table is emptied
+_LONGEST = 48  # characters of the longest piece in the table. Longer pieces are rarely repeated.
 _CHARACTERS_AT_ONCE = 1 << 17
 _SPACES = " \t\n\r"
 _CANDIDATES = [*range(0x21, 0xC0), *range(0x2010, 0x2060), *range(0x3001, 0x3040), *range(0x3400, 0xA000)]

@@ -19,9 +19,9 @@ from declutr.common.paths import expand
 from declutr.common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
+# Letters without a space, digit or sign between them. The trainer's time grows with the square of the longest such
+# run: 300,000 Chinese characters take minutes, in runs of 1,024 seconds.
 _LONG_RUN = re.compile(r"[^\W\d_]{1024}")
-"""Letters without a space, digit or sign between them. The trainer's time grows with the square of the longest such
-run: 300,000 Chinese characters take minutes, in runs of 1,024 seconds."""
 EngineSetting = Literal["auto", "tiktoken", "wordpiece", "tokenizers"]
 
 

@@ -225,7 +225,7 @@ LEFT_OUT = [
     (make_pair("a", "b", 3), "unknown_label"),
     (make_pair("a", "b", None), "unknown_label"),
     (make_pair("a", "b", 0.5), "not_text"),
-    (make_pair("a", "b", True), "not_text"),
+    (make_pair("a", "b", False), "not_text"),
     (make_pair("a", "b", ["entailment"]), "not_text"),
     (make_pair("a", {"text": "b"}, 0), "not_text"),
     (make_pair(12, "b", 0), "not_text"),
@@ -267,6 +267,8 @@ def test_a_damaged_pair_affects_only_itself(number, tmp_path, make_texts):
     assert [record.texts for record in records if isinstance(record, TextRow)] == ([] if is_lost else [good])
     if path.suffix == ".jsonl":
         assert left.offset == path.read_bytes().index(b"\n") + 1
+    if isinstance(bad, dict) and bad["label"] is False:
+        assert "is false, not text" in left.message
     if reason == "unknown_label":
         assert repr(bad["label"]) in left.message
         says(left.message, "entailment, neutral, contradiction, 0, 1, 2")

@@ -96,12 +96,12 @@ def test_contamination_finds_what_a_search_of_all_ngrams_finds(tmp_path_factory,
     config = Contamination(paths=[str(folder)], ngram=ngram, min_example_words=2)
     build_index(config, folder / "index.arrow")
     match = ContaminationIndex(folder / "index.arrow").find(" ".join(letters))
-    wanted = set()
+    ngrams = set()
     for words in examples:
         length = min(ngram, len(words))
-        wanted |= {tuple(words[place : place + length]) for place in range(len(words) - length + 1)}
-    there = {tuple(letters[i : i + n]) for n in range(2, ngram + 1) for i in range(len(letters) - n + 1)}
-    assert (match.num_ngrams if match else 0) == len(wanted & there)
+        ngrams |= {tuple(words[place : place + length]) for place in range(len(words) - length + 1)}
+    present = {tuple(letters[i : i + n]) for n in range(2, ngram + 1) for i in range(len(letters) - n + 1)}
+    assert (match.num_ngrams if match else 0) == len(ngrams & present)
 
 
 def test_contamination_sets_of_every_format_are_read(tmp_path):
