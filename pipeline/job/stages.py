@@ -1,4 +1,4 @@
-"""The stages of a preparation on Ray Data, and their progress; each stage skips finished units.
+"""The stages of a preparation on Ray Data; each skips finished units.
 
 Without removal of duplicates, a single stage reads and writes the units. With it, the first stage writes candidates,
 the second finds duplicates over all units, and the third writes the units without them.
@@ -6,11 +6,10 @@ the second finds duplicates over all units, and the third writes the units witho
 
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.exceptions import WorkerCrashedError
@@ -26,8 +25,7 @@ from declutr.pipeline.job.shared import output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import most_frequent_labels, write_selected, write_unit
-from declutr.pipeline.readers.corpus import MIB
-from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of
+from declutr.pipeline.shards.content import noun_of
 from declutr.pipeline.shards.manifest import Sidecar
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -67,6 +65,7 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
     before = [output.finished_sidecar(unit, stage, settings_hash) for unit in units]
     done = [sidecar for sidecar in before if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
+    documents, kept = (sum(getattr(sidecar.counts, name) for sidecar in done) for name in ("read", "kept"))
     todo = [unit for unit, sidecar in zip(units, before, strict=True) if sidecar is None]
     todo.sort(key=lambda unit: (-unit.weight, unit.name))  # a large unit started last would keep one worker busy alone
     if done:
@@ -90,8 +89,15 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
         results = rows.map(
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
-        num_bytes = sum(unit.num_bytes for unit in units)
-        with Progress(stage, num_bytes, done, config.content.kind) as progress:
+        with bar(
+            total=sum(unit.num_bytes for unit in units),
+            initial=sum(sidecar.num_bytes for sidecar in done),
+            desc=stage,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
+        ) as progress:
             try:
                 for row in results.iter_rows():
                     if row["problem"]:
@@ -100,7 +106,11 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
                     if stored is not None:
                         stored.add(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
                     sidecars[sidecar.unit] = sidecar
-                    progress.add(sidecar)
+                    documents += sidecar.counts.read
+                    kept += sidecar.counts.kept
+                    noun, share = noun_of(config.content.kind), kept / max(1, documents)
+                    progress.set_postfix_str(f"{documents:,} {noun}, {share:.0%} kept", refresh=False)
+                    progress.update(sidecar.num_bytes)
             except WorkerCrashedError as error:
                 left = [unit for unit in todo if unit.name not in sidecars]
                 names = ", ".join(f"{unit.name} ({unit.parts[0].source} ...)" for unit in left[:3])
@@ -162,49 +172,3 @@ def _refuse_missing(unit: Unit) -> None:
 
 def _stopped(stage: str, output: str, problem: object) -> ShardError:
     return ShardError(f"{stage}: {problem}. Finished work in {output} is kept; the same command continues")
-
-
-class Progress:
-    """A bar over the input bytes of a stage, which moves with each finished unit.
-
-    Args:
-        stage: name of the stage.
-        total_bytes: input bytes of all units.
-        done: sidecars of units that were finished before this run.
-        kind: kind of the rows.
-    """
-
-    def __init__(self, stage: str, total_bytes: int, done: Sequence[Sidecar], kind: ContentKind) -> None:
-        self._kind, self._started = kind, time.monotonic()
-        self._documents, self._kept = (
-            sum(getattr(sidecar.counts, name) for sidecar in done) for name in ("read", "kept")
-        )
-        self._text_bytes = 0  # of this run alone, or its speed would include what an earlier one did
-        self._bar = bar(
-            total=total_bytes,
-            initial=sum(sidecar.num_bytes for sidecar in done),
-            desc=stage,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
-        )
-
-    def add(self, sidecar: Sidecar) -> None:
-        """Shows one more finished unit."""
-        self._documents += sidecar.counts.read
-        self._kept += sidecar.counts.kept
-        self._text_bytes += sidecar.counts.text_bytes
-        rate = self._text_bytes / MIB / (time.monotonic() - self._started)
-        self._bar.set_postfix_str(
-            f"{self._documents:,} {noun_of(self._kind)}, {self._kept / max(1, self._documents):.0%} kept, "
-            f"{rate:.3f} MiB/s of {bytes_noun(self._kind)}",
-            refresh=False,
-        )
-        self._bar.update(sidecar.num_bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
