@@ -1,7 +1,7 @@
 """The search on Ray Data, one task a bucket of keys, with the same result whatever the tasks, their order and hosts."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,8 @@ import ray
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.errors import ShardError
-from declutr.common.paths import expand
 from declutr.common.session import start_ray
-from declutr.common.storage import Files, hash_json
-from declutr.common.stores.folder import Folder
+from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.keys import Documents, Numbering, number
 from declutr.pipeline.duplicates.pairs import (
@@ -33,33 +31,12 @@ _VERSION = 1
 _JOINED = 1 << 22  # pairs that are collected before repeats among them are removed
 
 
-@dataclass(frozen=True)
-class RemoteKeys:
-    """Keys in an object store, of which each host that searches has one copy."""
-
-    remote: Folder
-    """Folder of the candidates."""
-    files: Files
-    """The keys of all units, by name from there."""
-    cache: str
-    """Folder for copies, which each host expands."""
-
-    def copy(self) -> Path:
-        """This host's copy of the keys, fetched at the first use.
-
-        Raises:
-            AlteredError: a file is missing or altered.
-            RemoteError: the store refuses, or did not answer in time.
-        """
-        return self.remote.cached(expand(self.cache).absolute(), self.files)
-
-
 def find_duplicates(
     folder: Path,
     units: Sequence[str],
     config: DuplicatesConfig,
     session: SessionConfig | None = None,
-    keys: RemoteKeys | None = None,
+    host_keys: Callable[[], Path] | None = None,
     labels: list[str] | None = None,
 ) -> Path:
     """Finds the documents to drop, unless the folder already has the result.
@@ -69,7 +46,7 @@ def find_duplicates(
         units: names of the units in plan order, which is the order of the corpus.
         config: settings, the same as those of the keys.
         session: where the work runs; without influence on the result.
-        keys: the keys in a store, if hosts share no folder; `folder` is then this host's copy.
+        host_keys: the folder of a host's copy of the keys, if hosts share no folder; `folder` is then this host's.
         labels: labels whose rows are kept, which the result records; None: all.
 
     Returns:
@@ -86,7 +63,7 @@ def find_duplicates(
     stamp = hash_json(made_from)
     if stamp_of(result) == stamp:
         return result
-    arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "keys": keys}
+    arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "host_keys": host_keys}
     if num_buckets == 1:  # starting a task would take longer than the search
         pairs = _join_all([search_bucket({"bucket": 0}, numbering, config, num_buckets)])
     else:
@@ -105,12 +82,12 @@ def search_bucket(
     numbering: Numbering,
     config: DuplicatesConfig,
     num_buckets: int,
-    keys: RemoteKeys | None = None,
+    host_keys: Callable[[], Path] | None = None,
 ) -> dict[str, Any]:
     """The bytes of the columns of a bucket's pairs, or an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
-        numbering = numbering if keys is None else replace(numbering, folder=keys.copy())
+        numbering = replace(numbering, folder=host_keys()) if host_keys else numbering
         pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
     except (OSError, ShardError) as error:  # raised here, users would see it as a traceback of Ray
         return {"problem": f"bucket {bucket}: {error}", **dict.fromkeys(COLUMNS, b"")}

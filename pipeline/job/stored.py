@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -32,7 +33,7 @@ from declutr.common.stores.copies import PLAN
 from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.duplicates.search import RemoteKeys, find_duplicates
+from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.output import Output, PreparePlan, Stage
 from declutr.pipeline.job.units import Unit, matching_sidecar
@@ -77,6 +78,14 @@ class OutputStore:
         return self.send(
             stage, unit, folder, sorted({path.relative_to(folder).as_posix() for path in files} - fetched.keys())
         )
+
+    def host_keys(self, files: Files) -> Path:
+        """This host's copy of the keys of all units, by name in the candidates; fetched at the first use.
+
+        Raises:
+            AlteredError: a file is missing or altered.
+        """
+        return (self.remote / CANDIDATES).cached(self.cache_dir / _COPIES, files)
 
     @contextlib.contextmanager
     def staging_dir(self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> Iterator[Path]:
@@ -244,11 +253,9 @@ class StoredOutput(Output):
             for name, record in files.items()
             if name.startswith(f"{CANDIDATES}/keys/")
         }
-        copies = f"{self.store.cache}/{short_name(self.remote.url)}/{_COPIES}"  # each host expands it
-        keys = RemoteKeys(self.remote / CANDIDATES, names, copies)
-        find_duplicates(keys.copy(), units, self.duplicates, self.session, keys, labels).replace(
-            self.folder / DUPLICATES
-        )
+        host_keys = partial(self.store.host_keys, names)
+        table = find_duplicates(host_keys(), units, self.duplicates, self.session, host_keys, labels)
+        table.replace(self.folder / DUPLICATES)
         self.remote.put(DUPLICATES, self.folder / DUPLICATES)
 
     def complete(self) -> None:
