@@ -226,7 +226,7 @@ def output_place_problems(
         if not is_remote(path)
         and not _path_problem(path)
         and (root := expand(path)).is_dir()
-        and folder.resolve().is_relative_to(root.resolve())
+        and folder.resolve().is_relative_to(root.resolve())  # a link may lead into an input
     ]
     finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
     problem = None if finished else folder_problem(folder)

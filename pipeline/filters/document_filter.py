@@ -68,7 +68,7 @@ def identify(text: str) -> tuple[str | None, float]:
 @lru_cache(maxsize=1)
 def known_languages() -> tuple[str, ...]:
     """The codes of the model's 176 languages, sorted."""
-    labels, _ = _model().predict("a", 1000, -1.0)
+    labels, _ = _model().predict("a", 1000, -1.0)  # more labels than there are, of any score
     return tuple(sorted(label.removeprefix(_LABEL) for label in labels))
 
 

@@ -271,7 +271,7 @@ def _texts(path: Path) -> Iterator[str]:
         except (EOFError, zlib.error) as error:
             raise OSError(f"{path} cannot be read: {error}") from error
     try:
-        content = raw.decode("utf-8-sig")
+        content = raw.decode("utf-8-sig")  # a byte order mark would belong to the first word
     except UnicodeDecodeError:
         content = raw.decode("latin-1")  # as MR and TREC; every byte is valid there
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix

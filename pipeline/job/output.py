@@ -218,7 +218,7 @@ class Output:
         """
         table = find_duplicates(self.folder / CANDIDATES, units, self.duplicates, self.session, labels=labels)
         table.replace(self.folder / DUPLICATES)
-        fsync_path(self.folder)
+        fsync_path(self.folder)  # or a power cut could undo the rename
 
     def complete(self) -> None:
         """Ends the work after the manifest was written."""

@@ -151,7 +151,7 @@ def work_on(
             with store.staging_dir(shared or {}, needs) as place:
                 sidecar = write(unit, place)
                 sent = encoded(store.send_written(stage, unit.name, place, needs))
-    except (OSError, ShardError) as error:
+    except (OSError, ShardError) as error:  # others are our bugs, whose traceback is needed
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
     return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
 

@@ -100,7 +100,7 @@ class OutputStore:
         with tempfile.TemporaryDirectory(dir=self.cache_dir / _TASKS) as name:
             folder = Path(name)
             for path in copy.iterdir():
-                (folder / path.name).symlink_to(path)
+                (folder / path.name).symlink_to(path)  # a link, because the shared files may be large
             self.remote.fetch_all(own, folder)
             yield folder
 

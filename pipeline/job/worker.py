@@ -260,7 +260,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 continue
             text = _decoded(decoder, content, layout) if decoder and not isinstance(content, Image | Clip) else ""
             writer.reject(replace(entry, status=status, row=None, detail=detail), text)
-    before = load_sidecar(candidates, unit.name)
+    before = load_sidecar(candidates, unit.name)  # the inputs were read when the candidates were made
     return writer.finish(before.input_state if before else None)
 
 

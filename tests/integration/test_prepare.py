@@ -147,17 +147,9 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
     assert checksums(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", ("empty", "no documents")),
-        ("not json\n", ("no document", "all 1 failed", "1 invalid_json")),
-        ('{"text": "too short"}\n{"text": ""}\n', ("none of 2 documents", "the longest", "64")),
-    ],
-)
-def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path, text, message):
-    (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=all_of(message)):
+def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n{"text": ""}\n')
+    with pytest.raises(ConfigError, match=all_of("none of 2 documents", "the longest", "64")):
         prepare(config_of(tmp_path / "a.jsonl", tmp_path / "out", filters={}))
     assert not (tmp_path / "out").exists()
 

@@ -208,6 +208,8 @@ def test_a_header_that_is_cut_off_is_no_problem_yet_and_a_column_given_twice_is(
         ({"invalid_utf8": 739}, 741, ["739 of 741 documents", "739 invalid_utf8", "UTF-8"]),
         ({"unreadable": 1, "nul_bytes": 8}, 10, ["9 of 10", "UTF-8", "nul_bytes", "b:0"]),
         ({"unreadable": 2}, 2, ["corpus.paths", "corpus.format"]),
+        ({"invalid_json": 1}, 1, ["no document", "all 1 failed", "1 invalid_json"]),
+        ({}, 0, ["empty", "no documents"]),
     ],
 )
 def test_a_corpus_that_cannot_be_read_says_why_with_an_example(make_config, tmp_path, failed, read, told):
