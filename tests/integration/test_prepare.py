@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 
 import pytest
 import yaml
@@ -118,9 +119,7 @@ def test_the_same_command_again_prints_one_line_and_changes_nothing(prepared, ca
 
 
 def test_lost_and_truncated_shards_are_made_again_to_the_byte(corpus, tmp_path, prepared):
-    folder = tmp_path / "out"
-    prepare(config_of(corpus, folder))
-    assert checksums(folder) == checksums(prepared[0])
+    folder = shutil.copytree(prepared[0], tmp_path / "out")
     names = [shard.name for shard in load_manifest(folder).shards]
     (folder / names[0]).unlink()
     (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-1])
