@@ -54,7 +54,8 @@ def bucket():
 
 
 @pytest.mark.parametrize("duplicates", [{"near": {}}, {"exact": False}])
-def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
+def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates, monkeypatch):
+    monkeypatch.setattr("declutr.pipeline.duplicates.search.KEYS_PER_BUCKET", 5_000)  # three buckets, each a task
     address = bucket(f"shards-{len(str(duplicates))}")
     config = config_of(corpus, address, tmp_path / "cache", duplicates=duplicates)
     manifest = prepare(config)
