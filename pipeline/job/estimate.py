@@ -67,7 +67,8 @@ class Stratum:
     def totals(self) -> Sums:
         """Estimated sums over the stratum, `(sums,)`."""
         pieces = [sample.sums * (sample.stands_for / max(1, sample.num_bytes)) for sample in self.sampled]
-        return np.sum(pieces, axis=0)
+        sums: Sums = np.sum(pieces, axis=0)
+        return sums
 
 
 def draw_strata(parts: Sequence[Part]) -> list[Stratum]:

@@ -25,7 +25,7 @@ def mixed(tmp_path):
     (root / "novels").mkdir(parents=True)
     (root / "logs").mkdir()
     for number in range(3):
-        (root / "novels" / f"{number}.txt").write_text(text(150_000))
+        (root / "novels" / f"{number}.txt").write_text(text(50_000))
     with gzip.open(root / "posts.jsonl.gz", "wt", 1) as stream:
         stream.writelines(json.dumps({"text": text(draw.randint(3, 12))}) + "\n" for _ in range(10_000))
     with (root / "papers.jsonl").open("w") as stream:

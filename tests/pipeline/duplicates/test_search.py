@@ -1,6 +1,7 @@
-"""The search on a real Ray session: the same bytes whatever the workers and the order of units."""
+"""The search on a real Ray session: the same bytes whatever the order of units and of buckets."""
 
 from collections import Counter
+from itertools import permutations
 
 import numpy as np
 import planted
@@ -10,13 +11,12 @@ from messages import all_of
 from planted import write
 from preparing import checksums
 
-from declutr.common.cluster import SessionConfig
 from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from declutr.pipeline.duplicates.keys import number
-from declutr.pipeline.duplicates.pairs import DUPLICATES, removed
-from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.pairs import COLUMNS, DUPLICATES, removed
+from declutr.pipeline.duplicates.search import _join_all, find_duplicates, search_bucket
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 CONFIG = DuplicatesConfig(near=NearConfig())
@@ -59,6 +59,7 @@ def kinds(folder, names):
 def test_search_drops_copies_for_the_first_document(searched):
     folder, names = searched
     assert number(folder, names, CONFIG)[2] > 2 * KEYS_PER_BUCKET, "three buckets, each a task"
+    assert ray.cluster_resources()["CPU"] == 6, "as the fixture of the session has asked for"
     assert [removed(folder, name) for name in names[:2]] == [{}, {}]
     copies = removed(folder, names[2])
     assert list(copies) == [3 * row + 1 for row in range(10)]
@@ -106,12 +107,13 @@ def test_search_without_documents_or_duplicates_drops_nothing(tmp_path):
     assert kinds(tmp_path, names) == {}
 
 
-def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, searched, tmp_path):
+def test_the_order_of_units_and_of_buckets_does_not_show(units, searched, tmp_path):
+    """More or fewer workers finish buckets in another order."""
     names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
-    ray.shutdown()
-    try:
-        find_duplicates(tmp_path, names, CONFIG, SessionConfig(num_cpus=1))
-        assert ray.cluster_resources()["CPU"] == 1
-    finally:
-        ray.shutdown()
+    find_duplicates(tmp_path, names, CONFIG)
     assert checksums(tmp_path) == checksums(searched[0])
+    numbering, _, _ = number(tmp_path, names, CONFIG)
+    rows = [search_bucket({"bucket": bucket}, numbering, CONFIG, 3) for bucket in range(3)]
+    orders = [_join_all(order) for order in permutations(rows)]
+    for name in COLUMNS:
+        assert len({getattr(pairs, name).tobytes() for pairs in orders}) == 1
