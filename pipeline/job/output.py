@@ -35,6 +35,8 @@ from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 from declutr.pipeline.shards.shards import check_shards
 
+PROGRESS = "progress.jsonl"
+HEARTBEATS = "heartbeats"
 Stage = Literal["prepare", "select"]
 _COMPARISONS = 4  # units whose inputs are compared at a time
 
@@ -227,11 +229,11 @@ class Output:
     def discard(self) -> None:
         """Removes everything that a preparation wrote, except its lock."""
         # By name, because the folder may hold files of the user.
-        for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES):
+        for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, HEARTBEATS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PLAN, INDEX, DUPLICATES):
+        for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)
 
 

@@ -1,11 +1,16 @@
-"""The stages of a preparation on Ray Data; each skips finished units.
+"""The stages of a preparation on Ray Data, and their progress; each skips finished units.
 
 Without removal of duplicates, a single stage reads and writes the units. With it, the first stage writes candidates,
 the second finds duplicates over all units, and the third writes the units without them.
 """
 
+import contextlib
+import json
 import os
+import shutil
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,12 +24,13 @@ from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
 from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
+from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.job.output import Preparation, Stage
+from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage
 from declutr.pipeline.job.shared import output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
-from declutr.pipeline.job.worker import most_frequent_labels, write_selected, write_unit
+from declutr.pipeline.job.worker import BEAT_SECONDS, most_frequent_labels, write_selected, write_unit
 from declutr.pipeline.shards.content import noun_of
 from declutr.pipeline.shards.manifest import Sidecar
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
@@ -65,7 +71,6 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
     before = [output.finished_sidecar(unit, stage, settings_hash) for unit in units]
     done = [sidecar for sidecar in before if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
-    documents, kept = (sum(getattr(sidecar.counts, name) for sidecar in done) for name in ("read", "kept"))
     todo = [unit for unit, sidecar in zip(units, before, strict=True) if sidecar is None]
     todo.sort(key=lambda unit: (-unit.weight, unit.name))  # a large unit started last would keep one worker busy alone
     if done:
@@ -74,7 +79,8 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
         write: Callable[[Unit, Path], Sidecar] = partial(write_selected, config=config, tokenizer=tokenizer)
         if stage == "prepare":
             engine = output_engine(job, output.folder, units)
-            write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine)
+            beats = output.folder / HEARTBEATS
+            write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine, beats=beats)
         start_ray(output.session.num_cpus, output.session.address)
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         items = [
@@ -89,15 +95,8 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
         results = rows.map(
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
-        with bar(
-            total=sum(unit.num_bytes for unit in units),
-            initial=sum(sidecar.num_bytes for sidecar in done),
-            desc=stage,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
-        ) as progress:
+        num_bytes = sum(unit.num_bytes for unit in units)
+        with Progress(output.folder, stage, num_bytes, done, noun_of(config.content.kind)) as progress:
             try:
                 for row in results.iter_rows():
                     if row["problem"]:
@@ -106,11 +105,7 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
                     if stored is not None:
                         stored.add(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
                     sidecars[sidecar.unit] = sidecar
-                    documents += sidecar.counts.read
-                    kept += sidecar.counts.kept
-                    noun, share = noun_of(config.content.kind), kept / max(1, documents)
-                    progress.set_postfix_str(f"{documents:,} {noun}, {share:.0%} kept", refresh=False)
-                    progress.update(sidecar.num_bytes)
+                    progress.add(sidecar)
             except WorkerCrashedError as error:
                 left = [unit for unit in todo if unit.name not in sidecars]
                 names = ", ".join(f"{unit.name} ({unit.parts[0].source} ...)" for unit in left[:3])
@@ -172,3 +167,77 @@ def _refuse_missing(unit: Unit) -> None:
 
 def _stopped(stage: str, output: str, problem: object) -> ShardError:
     return ShardError(f"{stage}: {problem}. Finished work in {output} is kept; the same command continues")
+
+
+class Progress(Watcher):
+    """Input bytes, documents and kept documents of finished units and of those in work, every two seconds.
+
+    A bar shows them to users; programs read lines of `progress.jsonl`.
+
+    Args:
+        folder: output folder.
+        stage: name of the stage, for the bar and the lines.
+        total_bytes: input bytes of all units.
+        done: sidecars of units that were finished before this run.
+        rows: noun of the rows, for the bar.
+    """
+
+    def __init__(self, folder: Path, stage: Stage, total_bytes: int, done: list[Sidecar], rows: str) -> None:
+        super().__init__(BEAT_SECONDS, "declutr-progress")
+        self._folder, self._stage, self._rows, self._lock = folder, stage, rows, threading.Lock()
+        self._finished, self._numbers = set[str](), [0, 0, 0]
+        self._bar = bar(
+            total=total_bytes,
+            initial=sum(sidecar.num_bytes for sidecar in done),
+            desc=stage,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
+        )
+        self._started, self._before = time.monotonic(), self._bar.n
+        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
+        (folder / HEARTBEATS).mkdir()
+        for sidecar in done:
+            self._count(sidecar)
+
+    def add(self, sidecar: Sidecar) -> None:
+        """Counts a finished unit."""
+        with self._lock:
+            self._count(sidecar)
+        self.look()
+
+    def _count(self, sidecar: Sidecar) -> None:
+        self._finished.add(sidecar.unit)
+        work = sidecar.num_bytes, sidecar.counts.read, sidecar.counts.kept
+        self._numbers = [before + more for before, more in zip(self._numbers, work, strict=True)]
+
+    def look(self) -> None:
+        """Shows the numbers of now."""
+        with self._lock:
+            now = self._numbers
+            for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
+                if path.name not in self._finished:
+                    with contextlib.suppress(OSError, ValueError):  # just removed
+                        now = [before + more for before, more in zip(now, json.loads(path.read_bytes()), strict=True)]
+            num_bytes, documents, kept = now
+            self._bar.set_postfix_str(f"{documents:,} {self._rows}, {kept / max(1, documents):.0%} kept", refresh=False)
+            self._bar.update(num_bytes - self._bar.n)
+            seconds = time.monotonic() - self._started
+            rate = (num_bytes - self._before) / seconds
+            line = {
+                "stage": self._stage,
+                "seconds": round(seconds, 3),
+                "documents": documents,
+                "kept": kept,
+                "input_bytes": num_bytes,
+                "total_input_bytes": self._bar.total,
+                "eta_seconds": round((self._bar.total - num_bytes) / rate, 1) if rate > 0 else None,
+            }
+            with contextlib.suppress(OSError), (self._folder / PROGRESS).open("a") as file:  # it serves only messages
+                file.write(f"{json.dumps(line)}\n")
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._bar.close()
+        shutil.rmtree(self._folder / HEARTBEATS, ignore_errors=True)

@@ -35,14 +35,14 @@ from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.output import Output, PreparePlan, Stage
+from declutr.pipeline.job.output import PROGRESS, Output, PreparePlan, Stage
 from declutr.pipeline.job.units import Unit, matching_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
 _SENT = "sent"  # folder in the output for the lists of finished units
 _SHARED = ("shared", "files")  # key of the files that all units share, among those of (stage, unit)
-_SINGLE = (PLAN, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
+_SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
 _OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
 _HELD, _COPIES, _TASKS = ".held", "copies", "tasks"
 _THREADS = 16

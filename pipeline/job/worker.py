@@ -3,8 +3,10 @@
 If duplicates are to be removed, a first task writes only candidates, and a second one selects from them.
 """
 
+import contextlib
 import gzip
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from declutr.common import seeding
+from declutr.common.storage import atomic_file
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.keys import write_keys
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, kept_labels, removed
@@ -36,6 +39,7 @@ from declutr.pipeline.texts import TextRow, row_id
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
+BEAT_SECONDS = 2.0
 CANDIDATES = "candidates"
 """Folder in the output folder for the files of units before duplicates are found."""
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
@@ -75,10 +79,12 @@ def write_unit(
     config: PipelineConfig,
     tokenizer: TokenizerInfo | None,
     engine: EngineName | None = "tokenizers",
+    beats: Path | None = None,
 ) -> Sidecar:
     """Prepares one unit, or its candidates, in an output folder that holds the tokenizer.
 
-    The bytes written depend only on the unit, the settings and the tokenizer, not on the engine that applies it.
+    The bytes written depend only on the unit, the settings and the tokenizer, not on the engine that applies it. A file
+    in the folder `beats` has the unit's progress: input bytes read, documents read, documents kept.
 
     Raises:
         OSError: an input was changed after planning.
@@ -88,9 +94,10 @@ def write_unit(
     target = folder / CANDIDATES if duplicates.enabled else folder
     signer = Signer(duplicates.near) if duplicates.near else None
     ids, ordinals, signatures, labels = list[bytes](), list[int](), list[NDArray[np.uint32]](), list[str]()
+    last_beat = time.monotonic()
     with UnitWriter(target, unit, config, tokenizer) as writer:
-        records = read_unit(unit, config.corpus, config.content)
-        for ordinal, (decision, content) in enumerate(decide_records(records, folder, config, tokenizer, engine)):
+        reader = read_unit(unit, config.corpus, config.content)
+        for ordinal, (decision, content) in enumerate(decide_records(reader, folder, config, tokenizer, engine)):
             entry = decision.entry
             if content is None:
                 writer.reject(entry, decision.text)
@@ -101,6 +108,12 @@ def write_unit(
                     ordinals.append(ordinal)
                     signatures += [signer.sign(decision.text)] if signer else []
                     labels += [content.label] if isinstance(content, Image | Clip) and content.label else []
+            # A compressed file of any size is one unit. Only the command's host and a shared folder have `beats`.
+            if beats and time.monotonic() - last_beat >= BEAT_SECONDS and beats.is_dir():
+                last_beat, counts = time.monotonic(), writer.running.counts()
+                # a full disk ends the unit where it writes what matters
+                with contextlib.suppress(OSError), atomic_file(beats / unit.name) as path:
+                    path.write_text(json.dumps([reader.bytes_read, counts.read, counts.kept]))
     if duplicates.enabled:
         write_keys(target, unit.name, duplicates, ids, ordinals, signatures, labels)
     return writer.finish(input_state_read(unit))

@@ -19,7 +19,8 @@ from volumes import small_volume
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
 from declutr.pipeline.config import config_hash, identity
-from declutr.pipeline.job.output import Output, plan_of
+from declutr.pipeline.job import worker
+from declutr.pipeline.job.output import HEARTBEATS, Output, plan_of
 from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states
 from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
@@ -38,12 +39,17 @@ def corpus(tmp_path):
     return path
 
 
-def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(corpus, make_config, output, tokenizer):
+def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(
+    corpus, make_config, output, tokenizer, monkeypatch
+):
     folder, info = output
     config = make_config(corpus)
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
     assert finished_sidecar(unit, folder, config_hash(config)) is None
-    sidecar = write_unit(unit, folder, config, info)
+    monkeypatch.setattr(worker, "BEAT_SECONDS", 0)
+    (folder / HEARTBEATS).mkdir()
+    sidecar = write_unit(unit, folder, config, info, beats=folder / HEARTBEATS)
+    assert json.loads((folder / HEARTBEATS / unit.name).read_text()) == [unit.num_bytes, 44, 41]
     counts = sidecar.counts
     assert (counts.read, counts.kept, counts.failed) == (44, 41, {"invalid_utf8": 1})
     assert counts.dropped == {"empty": 1, "too_short": 1}
