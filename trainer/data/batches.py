@@ -166,7 +166,7 @@ class PatchBatch(PackedBatch):
     def digest(self) -> int:
         """A number below DIGEST that is determined by the clips, on the CPU; see `SpanBatch.digest`."""
         raw = np.ascontiguousarray(self.values.numpy()).view(np.uint8).reshape(self.num_tokens, -1)
-        raw = np.pad(raw, ((0, 0), (0, -raw.shape[1] % 8)))
+        raw = np.pad(raw, ((0, 0), (0, -raw.shape[1] % 8)))  # whole words of 8 bytes
         powers = np.cumprod(np.full(raw.shape[1] // 8, _MULTIPLIER, np.uint64))
         tokens = (raw.view(np.uint64) * powers).sum(axis=1) + self.places.numpy().astype(np.uint64)
         return digest_of(tokens + np.uint64(1), self.lengths, self.keys)
@@ -232,7 +232,7 @@ class RankBatch:
         if keys is None or not rows or (self.views is None and len(keys) % rows):
             return False
         by_row = keys.view(rows, -1) if self.views is None else keys[self.views.cpu()]
-        return bool((by_row == by_row[:, :1]).all())
+        return bool((by_row == by_row[:, :1]).all())  # of SCD and SimCSE, an error that no loss shows
 
     def to(self, device: torch.device) -> "RankBatch":
         """The batch on another device; copies to a GPU overlap with its work."""
@@ -319,7 +319,7 @@ def collate_canonical(
     ]
     if not parts:  # more workers than microbatches
         return collator.collate(rows, epochs)
-    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])
+    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])  # each part numbers its spans from 0
     views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
     return RankBatch(
         _joined([part.spans for part in parts]),

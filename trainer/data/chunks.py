@@ -85,6 +85,7 @@ def rank_plan(
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
     folders = tuple(map(str, shards.folders))
+    # a process of tasks outlives a run, whose shards may be replaced
     made_ns = tuple((folder / MANIFEST).stat().st_mtime_ns for folder in shards.folders)
     steps = first_step, last_step, chunk_steps
     return RankPlan(plan, folders, start, end, *steps, places, fetch, shards.part, made_ns)

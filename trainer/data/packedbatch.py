@@ -54,6 +54,7 @@ class TokenRates:
             values: hidden states or attention weights.
             mixed: `(..., H)` int32 words of the elements, overwritten.
         """
+        # bfloat16 has no number near 1 / 0.85
         factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))[..., None]
         return (values.masked_fill(drops(mixed, self.limits[..., None]), 0.0) * factors).to(values.dtype)
 
@@ -256,6 +257,7 @@ class PackedBatch:
             tokens = bounds[start], bounds[end]
             batches.append(self._slice((start, end), tokens))
             if "table" in vars(self):  # already computed
+                # on a GPU, a new one would be copied there again
                 vars(batches[-1])["table"] = self.table.slice((start, end), tokens)
         return batches
 

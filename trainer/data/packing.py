@@ -120,7 +120,7 @@ def mask_tokens(
     Returns:
         `(t,)` new ids, and `(t,)` true for selected tokens.
     """
-    index = (anchor * _SPAN_STRIDE + place).astype(np.uint64)
+    index = (anchor * _SPAN_STRIDE + place).astype(np.uint64)  # the place in the span, not in the batch
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
     # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.
     candidates = np.flatnonzero(drawn[:, 0] < config.mlm_probability * 2.0**32)

@@ -30,7 +30,7 @@ MOST_TURNS = 100_000
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """The smallest whole numbers in the ratio of positive weights, read as the decimals in which they are written."""
-    exact = [Fraction(str(weight)) for weight in weights]
+    exact = [Fraction(str(weight)) for weight in weights]  # 0.1 means a tenth, which no float is
     scaled = [int(fraction * math.lcm(*(other.denominator for other in exact))) for fraction in exact]
     divisor = math.gcd(*scaled)
     return tuple(share // divisor for share in scaled)
@@ -47,7 +47,7 @@ def turns(shares: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]
     for position in range(period):
         while later and later[0][0] <= position:
             corpus = heapq.heappop(later)[1]
-            heapq.heappush(due, (-(-(read[corpus] + 1) * period // shares[corpus]), corpus))
+            heapq.heappush(due, (-(-(read[corpus] + 1) * period // shares[corpus]), corpus))  # its next deadline
         corpus = heapq.heappop(due)[1]
         corpora[position], places[position] = corpus, read[corpus]
         read[corpus] += 1
@@ -85,7 +85,7 @@ def permute(seed: int, epochs: I64, items: I64, size: int, inverse: bool = False
         masked: seeding.U64 = words.astype(np.uint64) & mask
         return masked
 
-    while len(pending):
+    while len(pending):  # at most 4 times as many values as items, so few rounds
         left, right = values >> shift, values & mask
         for turn in range(_ROUNDS):
             if inverse:
@@ -160,7 +160,7 @@ class Plan:
         """Rows of each corpus that the first `last_step` steps read."""
         corpora, _ = turns(self.shares)
         rounds, rest = divmod(last_step * self.batch_documents, len(corpora))
-        begun = np.bincount(corpora[:rest], minlength=len(self.shares)).tolist()
+        begun = np.bincount(corpora[:rest], minlength=len(self.shares)).tolist()  # of the period that has begun
         return [rounds * share + more for share, more in zip(self.shares, begun, strict=True)]
 
     def most_in_batch(self) -> list[int]:
@@ -182,7 +182,7 @@ class Plan:
         """Seed, first number, size and share of each corpus; the first has the seed of the run."""
         corpora, first = list[tuple[int, int, int, int]](), 0
         for corpus, (size, share) in enumerate(zip(self.sizes or (self.num_documents,), self.shares, strict=True)):
-            seed = seeding.torch_seed(self.seed, "corpus", corpus) if corpus else self.seed
+            seed = seeding.torch_seed(self.seed, "corpus", corpus) if corpus else self.seed  # else equal orders
             corpora.append((seed, first, size, share))
             first += size
         return corpora

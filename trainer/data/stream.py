@@ -125,7 +125,7 @@ def _read_here(rank_plan: RankPlan, chunks: range) -> Iterator[pa.Table]:
 def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
     """The blocks of the chunks from `first` on, read by one Dataset after the other."""
     context = DataContext.get_current()
-    context.execution_options.preserve_order = True
+    context.execution_options.preserve_order = True  # else blocks come as tasks end, and steps differ
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     if _Pace not in context.custom_execution_callback_classes:
@@ -186,7 +186,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stops the thread if it was started; items that were not read are lost."""
-        self._stopped.set()
+        self._stopped.set()  # the thread looks at it between two items
         while self._thread is not None and self._thread.is_alive():  # it may wait for room in the queue
             while not self._ready.empty():
                 self._ready.get_nowait()

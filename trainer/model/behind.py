@@ -83,7 +83,7 @@ def write_steps(folder: Path, steps: Sequence[Step]) -> None:
     modules = read_json(folder / "modules.json")
     scaled = False
     for step in steps:
-        if isinstance(step, Normalize) and scaled:
+        if isinstance(step, Normalize) and scaled:  # |e| is 1 already
             continue
         scaled = isinstance(step, Normalize)
         kind = type(step).__name__
@@ -169,6 +169,7 @@ class ModuleFiles:
             layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
         try:
             pickled = path.suffix == ".bin"
+            # weights only: a pickle may run any code
             weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
             if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
                 raise ValueError("it is no table of tensors")
@@ -217,7 +218,7 @@ def read_behind(pretrained: str | None) -> list[Step]:
         return []
     files = _pretrained_files(pretrained)
     steps = files.steps(files.modules() or [])
-    while steps and isinstance(steps[-1], Normalize):
+    while steps and isinstance(steps[-1], Normalize):  # an export without it has the same cosines
         steps.pop()
     return steps
 

@@ -89,7 +89,7 @@ def check_config(values: Mapping[str, Any]) -> None:
             raise DamagedError(f"config.json holds more than {MAX_VALUES:,} values")
         if "attn_implementation" in key and isinstance(value, str) and "/" in value:
             raise DamagedError(f"config.json: {key} = {value!r} names code at the hub; remove the key")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int, too
             if (_COUNT.search(key) or key in _SIZES) and isinstance(value, str):
                 raise DamagedError(f"config.json: {key} = {value[:40]!r} must be a number")
             continue
@@ -98,6 +98,7 @@ def check_config(values: Mapping[str, Any]) -> None:
         count = _COUNT.search(key)
         limit = MAX_OF[count[1] or f"{count[2]}s"] if count else MAX_NUMBER
         if isinstance(value, int) and value > limit and "theta" not in key:
+            # Python refuses to print more than 4,300 digits
             display = value if value < 10**30 else "a number of many digits"
             raise DamagedError(f"config.json: {key} = {display} must be at most {limit:,}")
         if key in _SIZES and value < 1:

@@ -94,7 +94,7 @@ class RowShard:
     def only_own(self, gradient: Tensor) -> Tensor:
         """The gradient `(k M, D)` with zeros in the rows of other workers; changed in place."""
         blocks = gradient.view(-1, self.total, gradient.shape[-1])
-        blocks[:, : self.start] = 0
+        blocks[:, : self.start] = 0  # a layer before the loss must see own rows alone: its gradients are summed
         blocks[:, self.end :] = 0
         return gradient
 
@@ -104,6 +104,7 @@ Config = TypeVar("Config", bound=ObjectiveConfig)
 
 def unit_rows(embeddings: Tensor) -> Tensor:
     """Rows of length 1 in at least float32."""
+    # rounding a cosine by eps moves its logit by eps / t
     return F.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float(), dim=-1)
 
 
@@ -142,7 +143,7 @@ class Gathered:
         """Embeddings `(..., D)` with zeros behind the first `size` numbers, for cosines and layers of D inputs."""
         if self.size is None:
             return embeddings
-        return F.pad(embeddings[..., : self.size], (0, embeddings.shape[-1] - self.size))
+        return F.pad(embeddings[..., : self.size], (0, embeddings.shape[-1] - self.size))  # zeros: layers have D inputs
 
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
@@ -255,7 +256,7 @@ class Objective(nn.Module, ABC, Generic[Config]):
             if not weight:  # the size is only scored
                 continue
             cut_batch = replace(batch, size=size) if size < width else batch
-            if not self.exported():
+            if not self.exported():  # layers that are not exported see what a user of the size will have
                 cut_batch = replace(cut_batch, views=cut_batch.cut(batch.views))
             for name, value in self.loss(cut_batch).items():
                 total[name] = total[name] + weight * value if name in total else weight * value
@@ -307,7 +308,7 @@ def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     module, _, name = config.implementation.partition(":")
     try:
         implementation = getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # an import may raise anything, or end a command with status 0
         why = f"{type(error).__name__}: {error}"
         raise UsageError(_not_usable(config, why)) from error
     if not (isinstance(implementation, type) and issubclass(implementation, Objective)):

@@ -74,6 +74,7 @@ class MatryoshkaConfig(Strict):
         """Refuses what is no size, before pydantic would convert it."""
         if not isinstance(sizes, list | tuple) or not sizes:
             raise ValueError("must be a list of sizes, such as [32, 64, 128, all]")
+        # True is an int, too
         wrong = [size for size in sizes if size != "all" and not (type(size) is int and size >= 1)]
         if wrong:
             raise ValueError(f"{', '.join(map(repr, wrong))}: a size must be a whole number from 1, or all")
@@ -84,7 +85,7 @@ class MatryoshkaConfig(Strict):
     @field_validator("weights")
     @classmethod
     def _one_each(cls, weights: list[float] | None, info: ValidationInfo) -> list[float] | None:
-        number = len(info.data.get("sizes", weights or []))
+        number = len(info.data.get("sizes", weights or []))  # refused sizes are absent, and reported alone
         if weights is not None and len(weights) != number:
             raise ValueError(f"{number} sizes need {number} weights, one each, not {len(weights)}")
         if weights is not None and (min(weights, default=0) < 0 or not any(weights)):
@@ -106,7 +107,7 @@ class MatryoshkaConfig(Strict):
         return tuple(sorted(size for size, _ in self.cuts(embedding_size) if size < embedding_size))
 
     def problem(self, embedding_size: int) -> str | None:
-        """The reason why an embedding of this size has not these sizes, or None."""
+        """The reason why an embedding of this size cannot be cut to these sizes, or None."""
         sizes = [size for size, _ in self.cuts(embedding_size)]
         setting = f"objective.matryoshka.sizes = [{', '.join(map(str, self.sizes))}]"
         if large := [size for size in sizes if size > embedding_size]:

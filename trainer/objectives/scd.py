@@ -35,7 +35,7 @@ class ScdCollator:
     def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The spans of n rows."""
         texts = Texts(rows)
-        numbers = np.tile([0, 1], len(rows))
+        numbers = np.tile([0, 1], len(rows))  # one key with two rates would nest the masks of the views
         spans = self.packer.pack(texts, np.repeat(texts.first, 2), numbers, epochs, self.rates[numbers])
         return RankBatch(spans, len(rows), len(rows))
 
@@ -50,14 +50,14 @@ class Scd(TextObjective[ScdConfig]):
         for number, size in enumerate(config.projector):
             if number:
                 layers += [nn.BatchNorm1d(width), nn.ReLU()]
-            layers.append(linear := nn.Linear(width, size, bias=number == 0))
+            layers.append(linear := nn.Linear(width, size, bias=number == 0))  # biases as released
             if config.initializer_range is not None:
                 nn.init.normal_(linear.weight, std=config.initializer_range)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
             width = size
         self.projector = nn.Sequential(*layers)
-        self.normalise = nn.BatchNorm1d(width, affine=False)
+        self.normalise = nn.BatchNorm1d(width, affine=False)  # then the products are Pearson correlations
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> ScdCollator:
         """Builds the collator that packs two views of each sentence."""
@@ -67,9 +67,11 @@ class Scd(TextObjective[ScdConfig]):
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """The two terms (SCD eq. 1 to 4, as the released code computes them)."""
         config = self.config
-        with torch.autocast(batch.views.device.type, enabled=False):
+        with torch.autocast(batch.views.device.type, enabled=False):  # in at least float32, whatever the forward's type
             first, second = batch.views.unbind(1)
+            # the released sign: +, which pushes the views apart
             cosine = F.cosine_similarity(first, second, dim=-1).mean()
+            # of the global batch; released: local sums / global M
             correlation = self._projected(first).T @ self._projected(second) / len(batch.views)
             own = correlation.diagonal()
             on = (own - 1).square().sum()

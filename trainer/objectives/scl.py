@@ -18,7 +18,7 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.text_config import Most, SclConfig
+from declutr.trainer.objectives.text_config import Limit, SclConfig
 from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts, premise_keys, text_keys
 
 
@@ -36,21 +36,22 @@ def contrast(batch: Gathered, config: SclConfig) -> Tensor:
     entailed = batch.facts["label"] == ENTAILMENT
     anchors = entailed.nonzero().squeeze(1)
     if len(anchors) == 0:
-        return batch.views.sum() * 0
-    scores = premises[anchors] @ hypotheses.T / config.temperature
+        return batch.views.sum() * 0  # a loss with a gradient, where the released code divides by zero
+    scores = premises[anchors] @ hypotheses.T / config.temperature  # no cosines, as released
+    # equal texts, of whatever row: a file may group a premise twice
     same = batch.facts["premise"][anchors, None] == batch.facts["premise"][None]
-    positive = same & entailed
+    positive = same & entailed  # its neutral and contradicting hypotheses stay negatives
     negative = ~positive
     if (config.positives, config.negatives) != ("all", "all"):
         drawn = _priorities(batch, anchors)
-        positive = _lowest(positive, config.positives, drawn.scatter(1, anchors[:, None], -1))  # its own is always one
-        negative = _lowest(negative, config.negatives, drawn)
+        positive = _lowest(positive, config.positives, drawn.scatter(1, anchors[:, None], -1))  # its own first
+        negative = _lowest(negative, config.negatives, drawn)  # the released code ignores the number
     log_sums = scores.masked_fill(~(positive | negative), -torch.inf).logsumexp(dim=1)
     terms = (log_sums[:, None] - scores).masked_fill(~positive, 0).sum(dim=1) / positive.sum(dim=1)
     return terms.mean()
 
 
-def _lowest(candidates: Tensor, limit: Most, priorities: Tensor) -> Tensor:
+def _lowest(candidates: Tensor, limit: Limit, priorities: Tensor) -> Tensor:
     """The candidates with the lowest priorities of each row, at most `limit`; `(A, M)` booleans."""
     if limit == "all" or limit >= candidates.shape[1]:
         return candidates
@@ -65,7 +66,7 @@ def _priorities(batch: Gathered, anchors: Tensor) -> Tensor:
     drawn = seeding.blocks(batch.seed, "scl", keys, steps, np.zeros_like(steps)).astype(np.int64)
     words = torch.from_numpy(drawn).to(anchors.device)
     mixed = words[anchors, 0, None] ^ words[None, :, 1]
-    for multiplier in (0x7FEB352D, 0x846CA68B):
+    for multiplier in (0x7FEB352D, 0x846CA68B):  # the mix of trainer/data/packedbatch.py, here in int64
         mixed = ((mixed ^ (mixed >> 16)) * multiplier) & 0xFFFFFFFF
     return mixed ^ (mixed >> 16)
 
@@ -85,7 +86,7 @@ class SclCollator:
         texts = Texts(rows)
         every = np.arange(len(texts.rows))
         premises = texts.first[texts.rows]
-        spans = self.packer.pack(texts, every, every - premises, epochs)
+        spans = self.packer.pack(texts, every, every - premises, epochs)  # a premise of k pairs is encoded once
         hypotheses = np.flatnonzero(every != premises)
         facts = {
             "label": texts.labels[hypotheses],
@@ -107,7 +108,9 @@ class Scl(TextObjective[SclConfig]):
     def __init__(self, config: SclConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.classifier = nn.Sequential(
-            nn.Linear(3 * embedding_size, 3 * embedding_size // 2), nn.Linear(3 * embedding_size // 2, len(LABELS))
+            # no activation between them, as released
+            nn.Linear(3 * embedding_size, 3 * embedding_size // 2),
+            nn.Linear(3 * embedding_size // 2, len(LABELS)),
         )
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SclCollator:

@@ -71,6 +71,7 @@ def choosing_rows(seed: int, keys: seeding.U64) -> NDArray[np.bool_]:
     """`(N,)` true for the half that chooses: those with the smaller draws, which depend on seed and key alone."""
     drawn = seeding.words(seed, "choosing half", keys, np.zeros_like(keys), 1)[:, 0]
     chosen = np.zeros(len(keys), np.bool_)
+    # half of any number of rows, where a coin for each would not be
     chosen[np.argsort(drawn, kind="stable")[: (len(keys) + 1) // 2]] = True
     return chosen
 
@@ -143,6 +144,7 @@ def alignment(anchors: Tensor, positives: Tensor) -> float:
 
 def uniformity(embeddings: Tensor) -> float:
     """Log of the mean of exp(-2 ||x - y||^2) over pairs on the unit sphere (Wang and Isola 2020); lower is better."""
+    # log form: VisualCSE prints it without log, but its values have it
     distances = torch.pdist(F.normalize(embeddings, dim=-1)).square()
     return float(distances.mul(-2).exp().mean().log())
 
@@ -151,7 +153,7 @@ def effective_rank(embeddings: Tensor) -> float:
     """Exp of the entropy of the normalised singular values of centred unit embeddings (Roy and Vetterli 2007)."""
     unit = F.normalize(embeddings, dim=-1)
     values = torch.linalg.svdvals(unit - unit.mean(dim=0))
-    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)  # equal embeddings have rank 1, not NaN
     return float(torch.special.entr(shares).sum().exp())
 
 
@@ -163,7 +165,7 @@ def held_out_rows(held_out: ShardSet, max_rows: int, seed: int) -> NDArray[np.in
     available = held_out.num_documents
     chosen = min(max_rows, available)
     rows = np.sort(permute(seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), available))
-    _, firsts = np.unique(document_keys(held_out.take(rows)), return_index=True)
+    _, firsts = np.unique(document_keys(held_out.take(rows)), return_index=True)  # the first copy stays
     return rows[np.sort(firsts)]
 
 
@@ -218,7 +220,7 @@ def compute_together(
     """
     was_training = encoder.training
     encoder.eval()
-    start, end = comm.row_range(total, chunk)
+    start, end = comm.row_range(total, chunk)  # whole chunks if bits may not depend on the workers
     forwards = -(-(end - start) // chunk)
     if encoder.sharded:  # forwards gather weights, so every worker runs the same number
         forwards = comm.all_reduce_max(forwards)

@@ -207,7 +207,7 @@ class ScdConfig(TextObjectiveConfig):
         return problems
 
 
-Most = Annotated[int, Field(ge=1)] | Literal["all"]
+Limit = Annotated[int, Field(ge=1)] | Literal["all"]
 
 
 class SclConfig(TextObjectiveConfig):
@@ -223,9 +223,9 @@ class SclConfig(TextObjectiveConfig):
     """lambda: weight of the contrastive loss; 0: cross entropy alone."""
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the dot products."""
-    positives: Most = "all"
+    positives: Limit = "all"
     """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
-    negatives: Most = "all"
+    negatives: Limit = "all"
     """Largest number of negatives of an anchor; the released code always takes all."""
 
     @property

@@ -93,7 +93,7 @@ class TextPacker:
             rates: as of `pack_spans`.
             masking: likewise.
         """
-        content = np.minimum(texts.sizes[chosen], self.max_content)
+        content = np.minimum(texts.sizes[chosen], self.max_content)  # the papers cut at 32 tokens with specials
         rows = texts.rows[chosen]
         owners = texts.keys[rows], epochs[rows].astype(np.uint64), numbers
         starts = texts.starts[chosen]
@@ -128,7 +128,7 @@ def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:
         raise ValueError(f"{int((counts == 0).sum())} rows have no text with the label {label}")
     zero = np.zeros(len(counts), np.uint64)
     drawn = seeding.blocks(seed, f"label {label}", texts.keys, epochs.astype(np.uint64), zero)[:, 0]
-    picked = (seeding.unit(drawn) * counts).astype(np.int64)
+    picked = (seeding.unit(drawn) * counts).astype(np.int64)  # of the row's texts with the label
     chosen: I64 = having[np.cumsum(counts) - counts + picked]
     return chosen
 
@@ -158,7 +158,7 @@ class TextValidator:
         """The scores by name; None if embeddings are not finite."""
         texts = Texts(self.held_out.shards.take(self.rows))
         entailed = np.flatnonzero(texts.labels == ENTAILMENT)
-        having, places = np.unique(texts.rows[entailed], return_index=True)
+        having, places = np.unique(texts.rows[entailed], return_index=True)  # the first entailed one of each row
         chosen = np.concatenate([texts.first, entailed[places]])
         epochs, numbers = np.zeros(len(texts.first), np.int64), np.zeros(len(chosen), np.int64)
         embeddings = embed_together(
@@ -175,7 +175,7 @@ class TextValidator:
         def scores(size: int | None) -> dict[str, float]:
             first, positives = embeddings[:, :size].tensor_split([len(texts.first)])
             scores = {"uniformity": uniformity(first), "effective_rank": effective_rank(first)}
-            if len(positives) < 2:
+            if len(positives) < 2:  # a retrieval among one is always right
                 return scores
             anchors = first[torch.from_numpy(having)]
             ranked = retrieval(anchors, positives, texts.keys[having])

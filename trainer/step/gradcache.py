@@ -86,9 +86,9 @@ class Microbatch:
                 f"memory is too small for one span of {longest} tokens; use shorter spans (spans.max_tokens), "
                 "a smaller encoder, precision: bf16 or encoder.activation_checkpointing: true"
             )
-        self.max_tokens = max(longest, tried // 2)
+        self.max_tokens = max(longest, tried // 2)  # the same on all workers, or their exchanges would not match
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # blocks of the old sizes would stay reserved
 
 
 def out_of_memory(error: RuntimeError) -> bool:
@@ -201,6 +201,7 @@ class GradCache:
         own = [0] * 2 * size
         problem = facts_problem(batch) or keys_problem(self.objective, batch)
         names_code = zlib.crc32(repr(list(batch.facts)).encode()) & 0x7FFF_FFFF  # of the facts, in their order
+        # a place for each rank: one sum tells all ranks everything
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else names_code
         failures, selected, *by_rank = self.comm.all_reduce_counts([int(failed), len(batch.spans.labels), *own])
         rows, codes = by_rank[:size], by_rank[size:]
@@ -233,7 +234,7 @@ class GradCache:
         gradients = self._differentiate(batch, pieces, embedded, counts)
         if self.comm.rank and self._row_shard(batch, counts) is None:
             for parameter in self.objective.parameters():
-                parameter.grad = None
+                parameter.grad = None  # of ranks but the first: replicated layers must not add up
         return gradients
 
     def _differentiate(
@@ -289,8 +290,8 @@ class GradCache:
         if not embedded:
             return {}, None, None, None
         cached = torch.cat([spans for spans, _ in embedded])
-        embedded.clear()
-        cached.requires_grad_(True)
+        embedded.clear()  # the copy in `cached` is enough
+        cached.requires_grad_(True)  # a leaf: the graph ends here, and the encoder runs again
         terms, gathered, spread = self._loss(cached, batch, counts)
         backward(self._total(terms, cached))
         return _detached(terms), cached.grad, gathered, spread
@@ -334,6 +335,7 @@ class GradCache:
     def _row_shard(self, batch: RankBatch, counts: GlobalCounts) -> RowShard | None:
         """This rank's share of the loss; None if every rank computes all of it."""
         views = counts.num_rows * self.objective.num_views
+        # below it, the exchange costs more than the scores
         if self.comm.size == 1 or not self.objective.shards_rows or views <= self.task.shared_rows:
             return None
         return RowShard(self.comm, counts.first_row, counts.first_row + batch.num_rows, counts.num_rows)
@@ -385,7 +387,7 @@ def spread(views: Tensor) -> Tensor:
     with torch.no_grad(), torch.autocast(views.device.type, enabled=False):
         unit = F.normalize(views[:_SPREAD_ROWS, 0].detach().float(), dim=-1)
         number = len(unit)
-        centred = unit - unit.mean(dim=0)
+        centred = unit - unit.mean(dim=0)  # at most 256 rows: M x M is smaller than D x D
         # exp(-2 |x - y|^2) of unit vectors; it is 1 for each row with itself
         pairs = (4 * (unit @ unit.T) - 4).exp().sum() - number
         uniformity = (pairs / (number * (number - 1) or torch.nan)).log()

@@ -86,6 +86,7 @@ def build_optimizer(
     """
     groups = parameter_groups(encoder, config.weight_decay)
     if reached is not None:
+        # else weight decay would change what no task of the update trains
         groups = [{**group, "params": [p for p in group["params"] if id(p) in reached]} for group in groups]
     groups += [group for part in modules for group in parameter_groups(part, config.weight_decay) if group["params"]]
     fused = next(encoder.parameters()).is_cuda if fused is None else fused
@@ -151,7 +152,7 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         exp_avg.lerp_(gradient, 1 - first)
         exp_avg_sq.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         parameter.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-group["lr"])
-        parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+        parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])  # after the update, as released
 
     def _update_fused(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """The same in one kernel, which corrects the bias of a step so late that the correction is exactly 1."""

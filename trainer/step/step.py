@@ -61,7 +61,7 @@ class NonFiniteLosses:
             raise NonFiniteLossError(problem)
         self.skipped += 1
         self.in_a_row += 1
-        if self.in_a_row > self.most_in_a_row:
+        if self.in_a_row > self.most_in_a_row:  # a run that skips all steps would never end by itself
             raise NonFiniteLossError(
                 f"{problem}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.most_in_a_row}"
             )
@@ -174,6 +174,7 @@ class TrainStep:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._sum(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
+        # before the update: a NaN of any rank stops all
         totals = [task.totals(batch[task.name], result) for task, result in zip(self.tasks, results, strict=True)]
         values = torch.cat([norm.double().view(1), *totals])
         spreads = [result.spread for result in results if result.spread is not None]
@@ -307,6 +308,7 @@ class PendingStep:
             padding_share=1 - tokens / max(1.0, places),
             flops=flops,
             batch_digest=digest,
+            # the norm too: finite losses may have infinite gradients
             skipped=not (math.isfinite(loss) and math.isfinite(norm)),
             auxiliary={f"{task.label}batch_digest": value for task, value in zip(tasks[1:], task_digests, strict=True)}
             | {

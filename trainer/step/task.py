@@ -253,6 +253,7 @@ class TrainTask:
         pieces, spans = self.cut(batch), batch.spans
         if not self.encoder.sharded:
             return pieces
+        # every layer's forward is an exchange of all ranks
         return pieces + [spans.span_slice(0, 0)] * (self.comm.all_reduce_max(len(pieces)) - len(pieces))
 
     def _tried(self, work: Callable[[], T]) -> T | None:

@@ -53,7 +53,7 @@ class MetricLearningConfig(Strict):
 
 
 def _check_class(module: str, name: str) -> str:
-    import pytorch_metric_learning.losses
+    import pytorch_metric_learning.losses  # imports torch, which takes seconds
     import pytorch_metric_learning.miners
 
     choices = vars(getattr(pytorch_metric_learning, module))
@@ -160,6 +160,7 @@ class DeclutrConfig(ObjectiveConfig):
         if not self.contrastive or self.loss.kind != "ntxent" or self.reference_rank_scaling:
             return None
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
+        # the losses of all sizes are added
         first = terms["contrastive"] / (self.matryoshka.total_weight if self.matryoshka else 1)
         if first >= _EASY_SHARE * guessing:
             return None
@@ -184,11 +185,13 @@ def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
             f"spans.max_tokens = {spans.max_tokens}: the shards were prepared for at most {geometry.max_tokens}; "
             "lower it, or prepare the corpus again with a larger geometry.max_tokens"
         )
+    # fewer_anchors: the windows of a document decide
     if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
         problems.append(
             f"spans.num_anchors = {spans.num_anchors}: the shards were prepared for at most {geometry.num_anchors}; "
             "lower it, or prepare the corpus again with a larger geometry.num_anchors"
         )
+    # only there windows are shorter than l_max
     if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
         problems.append(
             f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of only "

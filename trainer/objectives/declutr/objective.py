@@ -87,8 +87,8 @@ class _TiledNTXent(torch.autograd.Function):
         anchors, positives = rows.chunk(2)
         positive = ((anchors * positives).sum(dim=1) / scores.temperature).repeat(2)
         ctx.save_for_backward(rows, log_sums, positive)
-        ctx.scores = scores
-        return -F.logsigmoid(positive - log_sums).mean()
+        ctx.scores = scores  # tiles are computed again in the backward, because M^2 scores may not fit
+        return -F.logsigmoid(positive - log_sums).mean()  # the mean of eq. 1's 2M terms, as pytorch-metric-learning's
 
     @staticmethod
     @once_differentiable
@@ -207,7 +207,7 @@ class MetricLearningLoss:
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
-        labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)
+        labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)  # a class is a pair
         mined = self.miner(embeddings, labels) if self.miner is not None else None
         loss: Tensor = self.loss(embeddings, labels, mined)
         return loss
@@ -255,6 +255,7 @@ class Declutr(Objective[DeclutrConfig]):
             raise ValueError(f"{len(embeddings)} spans do not match {rows} anchors with {spans_a_row} spans each")
         masked, rest = embeddings[:rows], embeddings[rows:]
         anchors, rest = (rest[:rows], rest[rows:]) if self.config.unmasked_anchors else (masked, rest)
+        # after encoding, before the norm is taken, as released
         positives = rest.reshape(rows, self.run.spans.num_positives, embeddings.shape[-1]).mean(dim=1)
         return torch.stack([anchors, positives], dim=1)
 
@@ -274,8 +275,8 @@ class Declutr(Objective[DeclutrConfig]):
                 queue_documents=self.queue_documents,
             )
         if self.config.reference_rank_scaling:
-            divided = value / self.config.reference_rank_scaling
-            value = divided + (value - divided).detach()
+            divided = value / self.config.reference_rank_scaling  # released: DDP averaged 1 / W of the gradient
+            value = divided + (value - divided).detach()  # the value is logged undivided
         return {"contrastive": value}
 
     def remember(self, batch: Gathered) -> None:
@@ -285,6 +286,7 @@ class Declutr(Objective[DeclutrConfig]):
             self.queue_documents = self._appended(self.queue_documents, batch.facts["document"].repeat(2))
 
     def _appended(self, queue: Tensor | None, values: Tensor) -> Tensor:
+        # a copy frees the dropped rows
         return (values if queue is None else torch.cat([queue, values]))[-self.config.queue_size :].clone()
 
     def validator(self, held_out: HeldOutSplit) -> SpanValidator:
@@ -323,7 +325,7 @@ class Declutr(Objective[DeclutrConfig]):
         queue, documents = state.get("queue"), state.get("queue_documents")
         needed = self.config.excludes_same_document
         fits = queue is not None and len(queue) <= self.config.queue_size and not (needed and documents is None)
-        self.queue = queue if fits else None
+        self.queue = queue if fits else None  # rows of unknown documents may be an anchor's own
         self.queue_documents = documents if fits and needed else None
 
 

@@ -109,9 +109,9 @@ def place(
     counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
     room = _rooms(config, windows, window_offsets, short_documents)[:, None]
     shortest, longest = config.min_tokens, np.minimum(room, config.max_tokens)
-    chosen = _choose_windows(counts, draws.windows, windows, window_offsets)
+    chosen = _choose_windows(counts, draws.windows, windows, window_offsets)  # gaps of at least l_max, as released
     length = _scale(draws.anchor_lengths, shortest, longest)
-    start = chosen + _pick(draws.anchor_starts, room - length + 1)
+    start = chosen + _pick(draws.anchor_starts, room - length + 1)  # an anchor never crosses its window's end
     end = start + length
 
     start_, end_, longest_ = start[..., None], end[..., None], longest[..., None]
@@ -121,8 +121,9 @@ def place(
         low, high = start_, end_ - positive_length
         positive = low + _pick(draws.positive_starts, high - low + 1)
     elif config.strategy == "adjacent":
-        limit = np.minimum(longest_, np.maximum(start_, total - end_))
+        limit = np.minimum(longest_, np.maximum(start_, total - end_))  # fits on one side at least
         positive_length = _scale(draws.positive_lengths, shortest, limit)
+        # the released sampler has >: no positive starts at token 0
         left, right = start_ >= positive_length, end_ + positive_length <= total
         go_left = left & (~right | (draws.positive_starts < 0.5))
         positive = np.where(go_left, start_ - positive_length, end_)
@@ -136,6 +137,7 @@ def place(
         positive = np.where(drawn < num_before, drawn, end_ + distance + drawn - num_before)
     else:
         positive_length = _scale(draws.positive_lengths, shortest, longest_)
+        # ends included: it may only touch
         low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
         positive = low + _pick(draws.positive_starts, high - low + 1)
     present = np.arange(config.num_anchors) < counts[:, None]
@@ -188,6 +190,7 @@ def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: Shor
     Raises:
         ValueError: windows are shorter than `min_tokens`.
     """
+    # only the windows tell how prepare treated a short document
     rooms: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
     limit = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
     if len(rooms) and int(rooms.min()) < limit:
@@ -289,6 +292,7 @@ class SpanCollator:
         contrasted = int(spans.present.sum()) if self.include_positives else 0
         facts = {}
         if self.names_documents:
+            # facts are int64; no bit is lost
             owners = np.repeat(document_keys(rows).view(np.int64), spans.present.sum(axis=1))
             facts = {"document": torch.from_numpy(owners)}
         return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted, facts)
@@ -308,15 +312,15 @@ class SpanCollator:
         anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
         copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
         bounds = np.concatenate(copies)
-        num_anchors = spans.present.sum(axis=1)
+        num_anchors = spans.present.sum(axis=1)  # absent anchors are not packed: they would be wasted work
         counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
         counts += [num_anchors * self.spans.num_positives] * self.include_positives
         document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
         number = np.concatenate([ranges(count) for count in counts])  # within document and kind
 
-        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
+        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)  # the encoder's positions end there
         keys, read_in = document_keys(documents)[document], epochs[document].astype(np.uint64)
         kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
         masking = None if self.masking is None else (self.masking, slice(len(anchors)))  # these anchors come first
-        starts, numbers = offsets[document] + bounds[:, 0], number + (kinds << 16)
+        starts, numbers = offsets[document] + bounds[:, 0], number + (kinds << 16)  # copies drop independently
         return pack_spans(tokens, starts, content, self.vocabulary, self.seed, keys, read_in, numbers, masking)

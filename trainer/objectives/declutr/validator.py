@@ -53,7 +53,7 @@ def place_distant(
     """
     anchor, positive = lengths
     room = num_tokens - anchor - positive
-    between = np.minimum(distance, room)
+    between = np.minimum(distance, room)  # as far as the document allows
     places = room - between + 1
     anchor_draw, positive_draw = draws.anchor_starts[:, 0], draws.positive_starts[:, 0, 0]
     anchor_start, positive_start = ((drawn * places).astype(np.int64) for drawn in (anchor_draw, positive_draw))
@@ -156,14 +156,14 @@ class SpanValidator:
             encoder.embed(batch.to(self.held_out.device)).view(2, len(documents), encoder.output_size)
             for batch in batches
         ]
-        far = torch.from_numpy(reached).to(pairs[0])[:, None]
+        far = torch.from_numpy(reached).to(pairs[0])[:, None]  # a number of the row, so that one gather is enough
         return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
         """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
         collator = self.collator
         windows, offsets = ragged(documents.column("windows"))
-        draws = draw(
+        draws = draw(  # epoch 0: the purpose alone keeps these draws apart from training's
             collator.spans, collator.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
         )
         lengths = pair_lengths(collator.spans, draws, windows.astype(np.int64), offsets, collator.short_documents)

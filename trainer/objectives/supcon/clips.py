@@ -110,9 +110,9 @@ class Crops:
     def _box(self, size: tuple[int, int], draws: NDArray[np.float64]) -> tuple[int, int, int, int]:
         """Left, upper, right and lower edge of a crop; the whole image if none of the tries fits."""
         width, height = size
-        for area, ratio, place in draws.reshape(_TRIES, 3):
+        for area, ratio, place in draws.reshape(_TRIES, 3):  # each try has its own draws, also if an earlier one fits
             pixels = width * height * (self.config.min_scale + area * (1 - self.config.min_scale))
-            aspect = _RATIO ** (2 * ratio - 1)
+            aspect = _RATIO ** (2 * ratio - 1)  # uniform in its logarithm: as often portrait as landscape
             wide, high = round((pixels * aspect) ** 0.5), round((pixels / aspect) ** 0.5)
             if 0 < wide <= width and 0 < high <= height:
                 left, upper = divmod(int(place * (width - wide + 1) * (height - high + 1)), height - high + 1)
@@ -141,7 +141,7 @@ def _order(draws: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _decoded(raw: bytes, size: tuple[int, int]) -> Image.Image:
     try:
-        with Image.open(io.BytesIO(raw), formats=["PNG"]) as image:
+        with Image.open(io.BytesIO(raw), formats=["PNG"]) as image:  # shards hold nothing else; no other decoder runs
             if image.size != size or image.mode != "RGB":
                 raise ShardError(f"an image is {image.mode} of {image.size} pixels, its row says RGB of {size}")
             image.load()
@@ -176,7 +176,7 @@ class Mixup:
         clips, other_clips = clips_of(rows), clips_of(partner_rows)
         for place, (row, share) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
             clips[row] = mixture(clips[row], other_clips[place], share)
-            labels[row] = labels[row] if share >= 0.5 else other_labels[place]
+            labels[row] = labels[row] if share >= 0.5 else other_labels[place]  # argmax of the mixed labels
         mixed = np.zeros(len(rows), np.bool_)
         mixed[chosen] = True
         offsets = np.cumsum([0, *(clip.size for clip in clips)]).astype(np.int32)
@@ -193,7 +193,7 @@ class Mixup:
         words = seeding.words(self.seed, "mixup", document_keys(rows), epochs.astype(np.uint64), 2 + _ORDER)
         draws = seeding.unit(words)
         chosen = np.flatnonzero(draws[:, 0] < self.rate)
-        shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]
+        shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]  # Beta(10, 10) without an inverse of its law
         return chosen, (draws[chosen, 1] * num_documents).astype(np.int64), shares
 
 

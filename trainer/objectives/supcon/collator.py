@@ -93,6 +93,7 @@ class ClipCollator:
 
     def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list["Bands"]:
         """The masks of each view of n spectrograms, keyed by (seed, clip, epoch, view)."""
+        # AudioCSE feeds one masked spectrogram twice
         views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
         draws = (seeding.unit(seeding.words(self.seed, f"mask {view}", keys, epochs, 4)) for view in views)
         return [Bands(self.config.masks, numbers) for numbers in draws]
@@ -149,6 +150,7 @@ class Bands:
 
     def bands(self, shape: tuple[int, ...], row: int) -> tuple[slice, slice]:
         """The masked frames and the masked mel bands of a clip of this shape."""
+        # half of a short clip always remains
         limits = min(self.config.time_mask, shape[0] // 2), min(self.config.freq_mask, shape[1])
         bands = []
         for axis, limit in enumerate(limits):

@@ -74,9 +74,9 @@ class _TiledSupCon(torch.autograd.Function):
             log_sums, positive, counts = row_shard.complete(
                 lambda: torch.stack(_sums(rows, labels, temperature, size, row_shard)), rows, numbers=3
             )
-        ctx.save_for_backward(rows, labels, log_sums, counts)
+        ctx.save_for_backward(rows, labels, log_sums, counts)  # no scores: the backward computes tiles again
         ctx.settings = temperature, size, row_shard
-        return (log_sums - positive / counts).mean()
+        return (log_sums - positive / counts).mean()  # L_out: the mean over P_i is outside of the log
 
     @staticmethod
     @once_differentiable
@@ -117,7 +117,7 @@ def _tiles(
     """Tiles: scores, the lowest number for a row with itself, and the mask of positives."""
     for first, second in tile_pairs(len(rows), size, row_shard):
         scores = (rows[first] @ rows[second].T).div_(temperature)
-        same = labels[first, None] == labels[None, second]
+        same = labels[first, None] == labels[None, second]  # P_i, here still with i itself
         if -scores.shape[0] < (offset := first.start - second.start) < scores.shape[1]:
             scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
             same.diagonal(offset).fill_(False)
@@ -135,7 +135,7 @@ def by_rank_of_class(first: Tensor, second: Tensor, labels: Tensor, temperature:
         labels: `(M,)` int64.
         temperature: t.
     """
-    ranks = torch.unique(labels, return_inverse=True)[1]
+    ranks = torch.unique(labels, return_inverse=True)[1]  # not i: 2% of targets are the own view (48 rows)
     scores = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
     return F.cross_entropy(scores / temperature, ranks)
 
@@ -160,7 +160,7 @@ def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int
     different = ~same
     if labels is not None:
         same.fill_diagonal_(False)
-    judged = same.any(dim=1) & different.any(dim=1)
+    judged = same.any(dim=1) & different.any(dim=1)  # a row without a choice is always right, or always wrong
     right = scores.where(same, -torch.inf).amax(dim=1) > scores.where(different, -torch.inf).amax(dim=1)
     return float(right[judged].double().mean()) if bool(judged.any()) else None
 
@@ -228,6 +228,7 @@ class Supcon(Objective[SupconConfig]):
         masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
         if frontend is None or (content.kind == "audio" and not (labelled or masked)):
             return None
+        # a label belongs to the whole clip alone
         plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
         return NeighbourValidator(ClipCollator(plain, frontend.config, self.run.seed), held_out, rows, labelled)
@@ -245,5 +246,5 @@ class Supcon(Objective[SupconConfig]):
         else:
             groups = labels if config.labels else torch.arange(len(labels), device=labels.device)
             loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature, row_shard=batch.row_shard)
-            loss = loss * (config.temperature / config.base_temperature)
+            loss = loss * (config.temperature / config.base_temperature)  # as published
         return {"supcon": loss}
