@@ -38,11 +38,18 @@ from declutr.trainer.model.behind import Dense, Step, modules_of
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import DropoutKeys, key_dropout
 from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
-from declutr.trainer.model.language_model import ATTENTION_DROPOUTS, FAMILIES, LoadReport, silence
+from declutr.trainer.model.language_model import (
+    ATTENTION_DROPOUTS,
+    FAMILIES,
+    LoadReport,
+    compile_layers,
+    compiler_problem,
+    padding_index,
+    silence,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-from declutr.trainer.model.language_model import compile_layers, compiler_problem, padding_index
 
 _LOGITS = 2**26  # largest number of logits held at once on a CPU, 256 MiB in float32
 _GPU_LOGITS = 2**28  # on a GPU, where a second computation costs more than memory: 512 MiB in half precision

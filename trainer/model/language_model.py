@@ -3,10 +3,15 @@
 transformers is imported inside functions: the import takes seconds, and a command that resumes a run needs no encoder.
 """
 
-import contextlib
+import os
+import shutil
+import sysconfig
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,18 +26,10 @@ from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.bounds import check_config, check_folder
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import NEVER
+from declutr.trainer.torch_private import raise_recompile_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import os
-import shutil
-import sysconfig
-import warnings
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from declutr.trainer.torch_private import raise_recompile_limit
 
 FAMILIES = (
     "roberta", "xlm-roberta", "camembert", "bert", "modernbert", "eurobert", "nomic_bert", "mpnet", "deberta-v2",
@@ -61,7 +58,7 @@ _GRAPHS = 32
 """Most graphs that torch makes before the rest runs without: kinds of layers, with and without gradients, share it."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def silence() -> Iterator[None]:
     """Mutes transformers' log below errors and its progress bars, and restores both afterwards."""
     from transformers.utils import logging
