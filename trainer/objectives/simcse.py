@@ -25,7 +25,7 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import SimcseConfig
 from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts, draw_labelled
 
-_MASKED = 9
+_MASKED = 9  # above the views' numbers, 0 to 2, so a copy has its own dropout
 """Number of the first masked copy among the spans of its row."""
 
 
@@ -53,7 +53,8 @@ def infonce(
     with torch.autocast(queries.device.type, enabled=False):
         rows, unit_columns = unit_rows(queries), unit_rows(columns)
         settings = temperature, own_weight, tile or tile_rows(rows.device), row_shard
-        value: Tensor = _TiledInfoNCE.apply(rows, unit_columns, *settings)  # type: ignore[no-untyped-call]
+        scores = _Scores(rows.detach(), unit_columns.detach(), *settings)
+        value: Tensor = _TiledInfoNCE.apply(rows, unit_columns, scores)  # type: ignore[no-untyped-call]
         return value
 
 
@@ -64,81 +65,77 @@ class _TiledInfoNCE(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        columns: Tensor,
-        temperature: float,
-        own_weight: float,
-        size: int,
-        row_shard: RowShard | None,
-    ) -> Tensor:
-        scored = rows, columns, temperature, own_weight, size
-        if row_shard is None:
-            log_sums = _log_sums(*scored)
+    def forward(ctx: Any, rows: Tensor, columns: Tensor, scores: "_Scores") -> Tensor:
+        if scores.row_shard is None:
+            log_sums = scores.log_sums()
         else:
-            (log_sums,) = row_shard.complete(lambda: _log_sums(*scored, row_shard.tiles(len(rows), size))[None], rows)
-        positive = (rows * columns[: len(rows)]).sum(dim=1) / temperature
+            (log_sums,) = scores.row_shard.complete(lambda: scores.log_sums()[None], rows)
+        positive = (rows * columns[: len(rows)]).sum(dim=1) / scores.temperature
         ctx.save_for_backward(rows, columns, log_sums, positive)
-        ctx.settings = temperature, own_weight, size, row_shard
-        return -F.logsigmoid(positive - log_sums).mean()
+        ctx.scores = scores
+        return -F.logsigmoid(positive - log_sums).mean()  # the mean, which SimCSE's paper writes as a sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, columns, log_sums, positive = ctx.saved_tensors
-        temperature, own_weight, size, row_shard = ctx.settings
+        scores: _Scores = ctx.scores
+        row_shard = scores.row_shard
         with torch.autocast(rows.device.type, enabled=False):
-            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * temperature))
+            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * scores.temperature))
             to_rows = -weights[:, None] * columns[: len(rows)]
             to_columns = torch.zeros_like(columns)
             to_columns[: len(rows)] = -weights[:, None] * rows
-            scored = rows, columns, temperature, own_weight, size
             if row_shard is None:
-                for first, second, scores in _tiles(*scored):
-                    pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                for first, second, tile in scores.tiles():
+                    pushes = tile.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                     to_rows[first].addmm_(pushes, columns[second])
                     to_columns[second].addmm_(pushes.T, rows[first])
-                return to_rows, to_columns, None, None, None, None
-            for first, second, scores in _tiles(*scored, row_shard.tiles(len(rows), size)):
-                pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                return to_rows, to_columns, None
+            for first, second, tile in scores.tiles(row_shard.tiles(len(rows), scores.size)):
+                pushes = tile.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 to_rows[first].addmm_(pushes, columns[second])
-            for first, second, scores in _tiles(*scored, None, row_shard.tiles(len(columns), size)):
-                pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+            # all queries push this worker's columns
+            for first, second, tile in scores.tiles(None, row_shard.tiles(len(columns), scores.size)):
+                pushes = tile.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 to_columns[second].addmm_(pushes.T, rows[first])
-        return row_shard.only_own(to_rows), row_shard.only_own(to_columns), None, None, None, None
+        return row_shard.only_own(to_rows), row_shard.only_own(to_columns), None
 
 
-def _log_sums(
-    rows: Tensor, columns: Tensor, temperature: float, own_weight: float, size: int, firsts: list[slice] | None = None
-) -> Tensor:
-    """`(N,)` logsumexp of the negatives of each query, or of those in `firsts`."""
-    # The lowest finite number, not -inf: a single query has no negatives, and its gradient must be 0, not NaN.
-    log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
-    for first, _, scores in _tiles(rows, columns, temperature, own_weight, size, firsts):
-        torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
-    return log_sums
+@dataclass(frozen=True)
+class _Scores:
+    """Tiles of the scores of unit queries `(N, D)` with unit columns `(C, D)`; `infonce` has the fields."""
 
+    rows: Tensor
+    columns: Tensor
+    temperature: float
+    own_weight: float
+    size: int
+    row_shard: RowShard | None
 
-def _tiles(
-    rows: Tensor,
-    columns: Tensor,
-    temperature: float,
-    own_weight: float,
-    size: int,
-    firsts: list[slice] | None = None,
-    seconds: list[slice] | None = None,
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of the scores of some queries and columns, or of all; a query's score with its positive is the lowest."""
-    for first in tiles_of(0, len(rows), size) if firsts is None else firsts:
-        for second in tiles_of(0, len(columns), size) if seconds is None else seconds:
-            scores = (rows[first] @ columns[second].T).div_(temperature)
-            for column, change in ((0, None), (len(rows), own_weight)):  # column - row
-                offset = column + first.start - second.start
-                if -scores.shape[0] < offset < scores.shape[1]:
-                    diagonal = scores.diagonal(offset)
-                    diagonal.fill_(torch.finfo(scores.dtype).min) if change is None else diagonal.add_(change)
-            yield first, second, scores
+    def log_sums(self) -> Tensor:
+        """`(N,)` logsumexp of the negatives of each query, or of those of the row shard."""
+        # The lowest finite number, not -inf: a single query has no negatives, and its gradient must be 0, not NaN.
+        log_sums = self.rows.new_full((len(self.rows),), torch.finfo(self.rows.dtype).min)
+        firsts = None if self.row_shard is None else self.row_shard.tiles(len(self.rows), self.size)
+        for first, _, tile in self.tiles(firsts):
+            torch.logaddexp(log_sums[first], tile.logsumexp(dim=1), out=log_sums[first])
+        return log_sums
+
+    def tiles(
+        self, firsts: list[slice] | None = None, seconds: list[slice] | None = None
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Tiles of some queries and columns, or of all; a query's score with its positive is the lowest number."""
+        for first in tiles_of(0, len(self.rows), self.size) if firsts is None else firsts:
+            for second in tiles_of(0, len(self.columns), self.size) if seconds is None else seconds:
+                tile = (self.rows[first] @ self.columns[second].T).div_(self.temperature)
+                # Query i meets its positive in column i and its own hard negative in column i + N: two diagonals.
+                for distance, weight in ((0, None), (len(self.rows), self.own_weight)):
+                    offset = distance + first.start - second.start
+                    if -tile.shape[0] < offset < tile.shape[1]:  # the tile holds a part of it
+                        diagonal = tile.diagonal(offset)
+                        diagonal.fill_(torch.finfo(tile.dtype).min) if weight is None else diagonal.add_(weight)
+                yield first, second, tile
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,10 @@ class SimcseCollator:
         else:
             views = np.stack([texts.first, texts.first], axis=1)
         chosen = views.reshape(-1)
+        # one number, one dropout key
         own = np.zeros(views.shape[1], np.int64) if self.config.equal_views else np.arange(views.shape[1])
         numbers = np.tile(own, len(rows))
-        places = torch.arange(len(chosen)).view(views.shape)
+        places = torch.arange(len(chosen)).view(views.shape)  # before the copies, which are no views
         masking = None
         if self.config.mlm:
             masking = self.config.masking, slice(len(chosen), None)
@@ -188,7 +186,7 @@ class Simcse(TextObjective[SimcseConfig]):
         self.num_views = 3 if config.supervised else 2
         self.head: nn.Module = nn.Identity()
         if config.head:
-            self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
+            self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())  # the released MLP pooler
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SimcseCollator:
         """Builds the collator that packs views and masked copies."""
