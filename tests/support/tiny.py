@@ -1,19 +1,21 @@
 """Tiny encoders of each family, and documents as the shards hold them."""
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from families import PACKED
+from families import PACKED, REFUSED, TRAINED
 
-from declutr.pipeline.shards.windows import window_starts
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments, document_windows, window_starts
 from declutr.trainer.data.batches import RankBatch, SpanBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_hf_config, load_model
+from declutr.trainer.model.layouts import fitting_layout
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext, SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
@@ -66,6 +68,14 @@ def tiny_encoder(
     return encoder.train()
 
 
+def family_encoder(family: str, dtype: torch.dtype = torch.float64, mlm: bool = True, **settings: Any) -> Encoder:
+    """An encoder of any tested family in the layout that fits it, which is found in float32 as in a run."""
+    scratch = {"model_type": family, **(TRAINED | REFUSED)[family]}
+    encoder = tiny_encoder("bert", torch.float32, from_config=scratch, **settings)
+    encoder.set_layout(encoder.config.model_copy(update={"layout": fitting_layout(encoder, mlm=mlm)}))
+    return encoder.to(dtype)
+
+
 def random_spans(lengths: list[int], num_selected: int = 0, seed: int = 0) -> SpanBatch:
     """Spans of ordinary tokens with these lengths, of which some are to be predicted."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,12 +86,24 @@ def random_spans(lengths: list[int], num_selected: int = 0, seed: int = 0) -> Sp
     return SpanBatch(ids, torch.tensor(lengths, dtype=torch.int64), selected, labels, keys)
 
 
-def documents(lengths: list[int], max_tokens: int, seed: int = 0) -> pa.Table:
-    """Shard rows with these numbers of tokens; a row's content depends on its own number and length alone."""
+# Two anchors of up to 12 tokens fit 48 tokens; the lengths are mixed, and both ranks of two get some of each.
+SHORT_LENGTHS = {"fewer_anchors": [30, 48, 24, 131, 47], "shrink_spans": [20, 48, 12, 131, 47]}
+SHORT_GEOMETRY = Geometry(num_anchors=2, max_tokens=12, min_tokens=3)
+
+
+def documents(lengths: list[int], max_tokens: int, seed: int = 0, mode: ShortDocuments = "drop") -> pa.Table:
+    """Shard rows with these numbers of tokens; a row's content depends on its own number and length alone.
+
+    Modes other than `drop` have the windows of SHORT_GEOMETRY.
+    """
     rows = []
+
+    def windows(length: int) -> np.ndarray:
+        return window_starts(length, max_tokens) if mode == "drop" else document_windows(length, SHORT_GEOMETRY, mode)
+
     for number, length in enumerate(lengths):
         rng = np.random.default_rng([seed, number, length])
-        rows.append((rng.bytes(16), rng.integers(4, VOCAB_SIZE - 1, length), window_starts(length, max_tokens)))
+        rows.append((rng.bytes(16), rng.integers(4, VOCAB_SIZE - 1, length), windows(length)))
     return pa.table(
         {
             "id": pa.array([row[0] for row in rows], pa.binary(16)),
@@ -93,7 +115,10 @@ def documents(lengths: list[int], max_tokens: int, seed: int = 0) -> pa.Table:
 
 
 def tiny_collator(
-    objective: DeclutrConfig | None = None, spans: SpanConfig | None = None, seed: int = 0
+    objective: DeclutrConfig | None = None,
+    spans: SpanConfig | None = None,
+    seed: int = 0,
+    mode: ShortDocuments = "drop",
 ) -> SpanCollator:
     """The collator that an objective asks for."""
     objective = objective or DeclutrConfig()
@@ -105,6 +130,7 @@ def tiny_collator(
         max_content=10,
         vocabulary=VOCABULARY,
         seed=seed,
+        short_documents=mode,
         names_documents=objective.contrastive and objective.excludes_same_document,
     )
 
@@ -146,6 +172,18 @@ def tiny_train_step(encoder: Encoder, objective: DeclutrConfig | None = None, **
 def with_task(train_step: TrainStep, **changes: Any) -> TrainStep:
     """The train step with another task."""
     return replace(train_step, tasks=(replace(train_step.tasks[0], **changes),))
+
+
+def run_out_of_memory(encoder: Encoder, at: int, graph: bool = True) -> None:
+    """Makes forward number `at` of those with (or without) a graph fail once, as if memory ran out."""
+    calls, forward = count(), encoder.forward
+
+    def failing(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() == graph and next(calls) == at:
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: given to this test")
+        return forward(*arguments)
+
+    encoder.forward = failing  # type: ignore[method-assign]
 
 
 def rank_batch(

@@ -1,20 +1,20 @@
 """Contrasts in tiles: NT-Xent and SupCon against the whole matrix, queue, views; the same shared among workers."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from groups import run_group
 from measures import deviation
-from messages import all_of
-from pydantic import ValidationError
-from tiny import contrastive, declutr, rows_of, tiny_encoder
+from tiny import rows_of, tiny_encoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from declutr.trainer.objectives.base import SHARED_ROWS, Gathered, RowShard, tile_rows
+from declutr.trainer.objectives.base import SHARED_ROWS, RowShard, tile_rows
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
-from declutr.trainer.objectives.declutr.objective import Declutr, MetricLearningLoss, ntxent
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
 from declutr.trainer.objectives.simcse import Simcse, infonce
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
@@ -27,16 +27,35 @@ TILE_ROWS = tile_rows(torch.device("cpu"))
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def dense(embeddings, temperature, queue=None):
-    """The formula, with every score in one matrix."""
+def dense(embeddings, temperature, queue=None, documents=None, queue_documents=None):
+    """NT-Xent with every score in one matrix; with documents, other rows of a row's own one are no negatives."""
     rows = F.normalize(embeddings, dim=-1)
     others = rows if queue is None else torch.cat([rows, F.normalize(queue, dim=-1)])
     scores = rows @ others.T / temperature
     partner = torch.arange(len(rows)).roll(len(rows) // 2)[:, None]
     positive = scores.gather(1, partner)[:, 0]
     left_out = torch.zeros_like(scores, dtype=torch.bool).scatter(1, partner, True).fill_diagonal_(True)
+    if documents is not None:
+        owners = documents.repeat(2)
+        left_out |= owners[:, None] == torch.cat([owners, queue_documents])
     negatives = scores.masked_fill(left_out, torch.finfo(scores.dtype).min).logsumexp(dim=1)
     return -F.logsigmoid(positive - negatives).mean()
+
+
+def cross_entropy(queries, columns, temperature, own_weight=0.0):
+    """SimCSE's equations over the whole table; the weight is added to a row's score with its own hard negative."""
+    scores = F.normalize(queries, dim=-1) @ F.normalize(columns, dim=-1).T / temperature
+    own = torch.eye(len(queries), dtype=scores.dtype)
+    extra = torch.cat([0 * own, own_weight * own], dim=1)[:, : scores.shape[1]]
+    return F.cross_entropy(scores + extra, torch.arange(len(queries)))
+
+
+def log_softmax(embeddings, labels, temperature):
+    """SupCon's equation over the whole table."""
+    rows = F.normalize(embeddings, dim=-1)
+    scores = (rows @ rows.T / temperature).masked_fill(torch.eye(len(rows), dtype=torch.bool), float("-inf"))
+    same = (labels[:, None] == labels[None]).fill_diagonal_(False)
+    return -(scores.log_softmax(dim=1).where(same, 0).sum(dim=1) / same.sum(dim=1)).mean()
 
 
 def embeddings(pairs, size=12, dtype=torch.float64, seed=0):
@@ -71,36 +90,6 @@ def test_any_tile_gives_the_dense_value_and_gradient(dtype, queued, temperature)
         assert deviation([gradient], [expected[1]]) < allowed
 
 
-def without_own_document(rows, temperature, queue, documents, queue_documents):
-    """The loss of each row by a loop over the scores that are in its denominator."""
-    rows, queue = F.normalize(rows, dim=-1), F.normalize(queue, dim=-1)
-    pairs, terms = len(rows) // 2, []
-    for i, row in enumerate(rows):
-        partner = (i + pairs) % (2 * pairs)
-        kept = [rows[k] for k in range(2 * pairs) if documents[k % pairs] != documents[i % pairs]]
-        kept += [each for each, owner in zip(queue, queue_documents, strict=True) if owner != documents[i % pairs]]
-        scores = torch.stack([row @ each for each in [rows[partner], *kept]]) / temperature
-        terms.append(scores.logsumexp(0) - scores[0])
-    return torch.stack(terms).mean()
-
-
-@pytest.mark.parametrize("tile", [1, 3, 7, 19, 20, TILE_ROWS])
-def test_ntxent_excluding_same_document_equals_a_plain_writing(tile):
-    """Documents of one to four anchors, of which some are in the queue too; keys use all 64 bits."""
-    rows, queue = embeddings(19), embeddings(12, seed=1).detach()[:23]
-    documents = torch.randint(-4, 5, (19,), generator=torch.Generator().manual_seed(0)) << 60
-    queue_documents = torch.randint(-8, 9, (23,), generator=torch.Generator().manual_seed(1)) << 60
-    assert len(documents.unique()) < 10
-    expected = value_and_gradient(without_own_document, rows, 0.2, queue, documents, queue_documents)
-    found = value_and_gradient(
-        lambda given: ntxent(given, 0.2, queue, tile, documents=documents, queue_documents=queue_documents), rows
-    )
-    assert deviation(found, expected) < 1e-10
-    alone = value_and_gradient(lambda given: ntxent(given, 0.2, None, tile, documents=torch.zeros(19)), rows)
-    assert alone[0] == 0  # one document alone: nothing is left to tell apart
-    assert not alone[1].any()
-
-
 def test_ntxent_of_several_default_tiles_equals_the_dense_one():
     rows = embeddings(TILE_ROWS // 2 + 100)
     for found, expected in zip(
@@ -109,14 +98,24 @@ def test_ntxent_of_several_default_tiles_equals_the_dense_one():
         assert deviation([found], [expected]) < 1e-10
 
 
+NOTHING = {
+    "one pair": lambda rows, tile: ntxent(rows[:2], 0.05, None, tile),
+    "one document": lambda rows, tile: ntxent(rows, 0.2, None, tile, documents=torch.zeros(3)),
+    "one query": lambda rows, tile: infonce(rows[:1], rows[1:2].detach(), 0.05, tile=tile),
+}
+
+
 @pytest.mark.parametrize("tile", [1, TILE_ROWS])
-def test_ntxent_of_one_pair_without_a_queue_is_zero(tile):
-    """Without a negative there is nothing to learn; with a queue its embeddings are the negatives."""
-    rows = embeddings(1)
-    value, gradient = value_and_gradient(ntxent, rows, 0.05, None, tile)
+@pytest.mark.parametrize("loss", NOTHING.values(), ids=list(NOTHING))
+def test_loss_without_a_negative_is_zero_and_has_no_gradient(loss, tile):
+    value, gradient = value_and_gradient(loss, embeddings(3), tile)
     assert value == 0
-    assert torch.equal(gradient, torch.zeros_like(rows))
-    queue = embeddings(3, seed=1).detach()
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("tile", [1, TILE_ROWS])
+def test_queue_is_the_negatives_of_a_single_pair(tile):
+    rows, queue = embeddings(1), embeddings(3, seed=1).detach()
     expected = value_and_gradient(dense, rows, 0.05, queue)
     assert deviation(value_and_gradient(ntxent, rows, 0.05, queue, tile), expected) < 1e-10
 
@@ -140,16 +139,18 @@ def test_queue_has_no_gradient():
     assert queue.grad is None
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes, backward included."""
+class Watched(TorchDispatchMode):
+    """Elements of the largest tensor of any operation, backward included, and of all matrix products."""
 
-    elements = 0
+    largest = products = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        made = [leaf.untyped_storage().nbytes() // leaf.element_size() for leaf in tree_leaves(result)
-                if isinstance(leaf, torch.Tensor)]  # fmt: skip
-        self.elements = max([self.elements, *made])
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        sizes = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in tensors]
+        self.largest = max([self.largest, *sizes])
+        if function.overloadpacket == torch.ops.aten.mm:
+            self.products += result.numel()
         return result
 
 
@@ -157,12 +158,12 @@ class Largest(TorchDispatchMode):
 def test_no_matrix_beyond_a_tile(queued):
     pairs, tile = 200, 32
     rows, queue = embeddings(pairs, size=4), embeddings(queued, size=4, seed=1).detach()[:queued]
-    with Largest() as seen:
+    with Watched() as seen:
         ntxent(rows, 0.05, queue, tile).backward()
-    assert seen.elements == max(tile * tile, rows.numel(), queue.numel())
-    with Largest() as whole:
+    assert seen.largest == max(tile * tile, rows.numel(), queue.numel())
+    with Watched() as whole:
         dense(rows, 0.05, queue).backward()
-    assert whole.elements >= (2 * pairs) ** 2  # the measure sees what is there
+    assert whole.largest >= (2 * pairs) ** 2  # the measure sees what is there
 
 
 def test_autocast_in_the_backward_pass_changes_nothing():
@@ -185,190 +186,50 @@ def test_half_precision_embeddings_are_normalised_and_compared_in_float32():
     assert torch.equal(gradient, wanted.bfloat16())
 
 
-def rows(number, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(number, 7, generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def test_distinct_labels_are_ntxent():
-    embeddings = rows(24)
-    labels = torch.arange(12).repeat(2)
-    found, expected = value_and_gradient(supcon, embeddings, labels, 0.3), value_and_gradient(ntxent, embeddings, 0.3)
-    assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-12)
-    assert deviation([found[1]], [expected[1]]) < 1e-12
-
-
-@pytest.mark.parametrize("tile", [1, 3, 5, 20, 64])
-def test_supcon_tiles_change_nothing(tile):
-    embeddings, labels = rows(22), torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5]).repeat(2)
-    scores = F.normalize(embeddings, dim=-1)
-    scores = (scores @ scores.T / 0.2).masked_fill(torch.eye(22, dtype=torch.bool), float("-inf"))
-    same = (labels[:, None] == labels[None]).fill_diagonal_(False)
-    plain = -(scores.log_softmax(dim=1).where(same, 0).sum(dim=1) / same.sum(dim=1)).mean()
-    found = value_and_gradient(supcon, embeddings, labels, 0.2, tile)
-    assert found[0].item() == pytest.approx(plain.item(), rel=1e-12)
-    assert deviation([found[1]], torch.autograd.grad(plain, embeddings)) < 1e-12
-
-
-def test_reference_supcon_survives_a_round_of_its_settings():
-    config = SupconConfig(reference_supcon=True)
-    assert SupconConfig.model_validate(config.model_dump(mode="json")) == config
-    with pytest.raises(ValueError, match="base_temperature"):
-        SupconConfig(reference_supcon=True, base_temperature=0.5)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("unmasked", [False, True])
-def test_declutr_views_are_anchors_and_mean_positives(unmasked):
-    """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
-    objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
-    masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
-    spans = torch.cat([masked, *([plain] if unmasked else []), positives])
-    views = objective.views(spans, rows_of(spans, 4))
-    assert torch.equal(views[:, 0], plain if unmasked else masked)
-    for anchor in range(4):
-        assert deviation([views[anchor, 1]], [positives[3 * anchor : 3 * anchor + 3].mean(0)]) < 1e-15
-
-
-def test_queue_holds_the_latest_and_only_as_negatives():
-    objective = declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1, size=5)
-    assert objective.remembers
-    batches = [randn(2, 2, 5, seed=seed) for seed in range(3)]
-    seen = torch.empty(0, 5, dtype=torch.float64)
-    for views in batches:
-        views.requires_grad_(True)
-        value, embeddings = contrastive(objective, views), torch.cat([views[:, 0], views[:, 1]]).detach()
-        assert deviation([value], [dense(embeddings, 0.3, seen)]) < 1e-12
-        before = objective.queue
-        assert before is None or torch.equal(before, seen)  # the loss itself changes nothing
-        objective.remember(Gathered(views).detach())
-        assert not objective.queue.requires_grad
-        seen = torch.cat([seen, embeddings])[-6:]
-        assert torch.equal(objective.queue, seen)
-    twin = declutr(objective.config, 1, 1, size=5)
-    twin.restore(objective.state())
-    assert torch.equal(twin.queue, objective.queue)
-    twin.restore({})
-    assert twin.queue is None
-
-
-def test_queue_restored_without_its_documents_is_dropped_only_if_they_are_needed():
-    """A queue whose documents are unknown could hold spans of an anchor's own document."""
-    config = DeclutrConfig(queue_size=6, loss={"temperature": 0.3, "exclude_same_document": True})
-    objective, plain = declutr(config, 1, 1, size=5), declutr(DeclutrConfig(queue_size=6), 1, 1, size=5)
-    for step in range(3):
-        batch = Gathered(randn(2, 2, 5, seed=step), {"document": torch.tensor([step, -step])})
-        objective.remember(batch)
-        plain.remember(Gathered(batch.views))
-    assert objective.queue_documents.tolist() == [1, -1, 2, -2, 2, -2]
-    twin = declutr(config, 1, 1, size=5)
-    twin.restore(objective.state())
-    assert torch.equal(twin.queue_documents, objective.queue_documents)
-    twin.restore(plain.state())
-    assert twin.state() == {}
-    plain.restore(objective.state())
-    assert list(plain.state()) == ["queue"]
-
-
-def test_the_state_of_another_objective_is_refused():
-    with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):
-        declutr().restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
-
-
-def test_without_a_queue_nothing_is_kept():
-    objective = declutr(DeclutrConfig(), 1, 1)
-    assert not objective.remembers
-    assert objective.state() == {}
-
-
-def test_queue_with_another_loss_is_refused():
-    with pytest.raises(ValidationError, match=all_of("queue_size = 8", "ntxent", "pytorch_metric_learning")):
-        DeclutrConfig(queue_size=8, loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"})
-
-
-@pytest.mark.parametrize(
-    ("changes", "known"),
-    [
-        *(({"loss": name}, (f"'{name}'", "NTXentLoss", "SupConLoss")) for name in ("NtXentLoss", "_private", "os")),
-        ({"loss": "__builtins__"}, ("'__builtins__'", "NTXentLoss", "SupConLoss")),
-        ({"miner": "Miner"}, ("'Miner'", "MultiSimilarityMiner")),
-        ({"kind": "triplet"}, "'ntxent', 'pytorch_metric_learning'"),
-    ],
-)
-def test_unknown_loss_miner_or_kind_lists_the_known(changes, known):
-    with pytest.raises(ValidationError, match=all_of(known)):
-        DeclutrConfig(loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"} | changes)
-
-
-def metric_loss(**given):
-    config = MetricLearningConfig(kind="pytorch_metric_learning", **given)
-    return MetricLearningLoss(**config.model_dump(exclude={"kind"}))
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
-        ("NTXentLoss", {"temperatur": 0.05}, ("objective.loss NTXentLoss", "miner None", "'temperatur'")),
-        ("ArcFaceLoss", {"num_classes": 4, "embedding_size": 5}, ("objective.loss = ArcFaceLoss", "class weights")),
-    ],
-)
-def test_wrong_arguments_and_losses_with_class_weights_are_named(name, arguments, told):
-    with pytest.raises(ValueError, match=all_of(told)):
-        metric_loss(loss=name, loss_arguments=arguments)
-
-
-def test_a_miner_chooses_what_counts():
-    embeddings = randn(12, 5)
-    plain = metric_loss(loss="TripletMarginLoss")(embeddings)
-    mined = metric_loss(loss="TripletMarginLoss", miner="BatchHardMiner")(embeddings)
-    assert mined > plain
-
-
-def test_labels_pair_row_i_with_row_i_plus_m():
-    """Perfect pairs far from each other: no loss; shifted by one: a loss."""
-    corners = torch.eye(5, dtype=torch.float64)
-    loss = metric_loss(loss="NTXentLoss", loss_arguments={"temperature": 0.05})
-    assert loss(torch.cat([corners, corners])) < 1e-6
-    assert loss(torch.cat([corners, corners.roll(1, 0)])) > 10
+    rows = embeddings(12, size=7)
+    result = value_and_gradient(supcon, rows, torch.arange(12).repeat(2), 0.3)
+    assert deviation(result, value_and_gradient(ntxent, rows, 0.3)) < 1e-12
 
 
 ROWS = 11
+LABELS = torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5])
+# three rows of one document, two of another, and documents of one row; queued rows of three of them; all 64 bits count
+OWNERS = torch.tensor([5, 5, 1, 0, 2, 5, 1, -7, 7, 3, 6]) << 60, torch.tensor([5, -8, -7, -6, -5, 0, -4]) << 60
 
 
-def ntxent_of(views, row_shard, tile):
-    return ntxent(torch.cat([views[:, 0], views[:, 1]]), 0.2, None, tile, row_shard)
-
-
-def queued(views, row_shard, tile):
+def queue_of(views):
     queue = torch.randn(7, views.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return ntxent(torch.cat([views[:, 0], views[:, 1]]), 0.2, queue.to(views.dtype), tile, row_shard)
+    return queue.to(views.dtype)
 
 
-def other_documents(views, row_shard, tile):
-    """Three rows of one document, two of another, and documents of one row; queued rows of three of them."""
-    queue = torch.randn(7, views.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    documents, queued = torch.tensor([5, 5, 1, 0, 2, 5, 1, -9, 7, 3, 6]), torch.tensor([5, 8, -9, 9, 10, 0, 11])
-    rows = torch.cat([views[:, 0], views[:, 1]])
-    return ntxent(rows, 0.2, queue.to(views.dtype), tile, row_shard, documents, queued)
+def stacked(views):
+    return torch.cat([views[:, 0], views[:, 1]])
 
 
-def simcse(views, row_shard, tile):
-    return infonce(views[:, 0], views[:, 1], 0.1, 0.0, tile, row_shard)
+def columns_of(views):
+    return torch.cat([views[:, 1], views[:, 1].roll(1, 1)])
 
 
-def hard_negatives(views, row_shard, tile):
-    return infonce(views[:, 0], torch.cat([views[:, 1], views[:, 1].roll(1, 1)]), 0.1, 0.7, tile, row_shard)
+OTHERS = {"documents": OWNERS[0], "queue_documents": OWNERS[1]}
+# A loss in tiles, its plain writing, and the arguments of both, from views.
+LOSSES = {
+    "ntxent": (ntxent, dense, lambda v: (stacked(v), 0.2, None)),
+    "queue": (ntxent, dense, lambda v: (stacked(v), 0.2, queue_of(v))),
+    "other documents": (partial(ntxent, **OTHERS), partial(dense, **OTHERS), lambda v: (stacked(v), 0.2, queue_of(v))),
+    "infonce": (infonce, cross_entropy, lambda v: (v[:, 0], v[:, 1], 0.1, 0.0)),
+    "hard negatives": (infonce, cross_entropy, lambda v: (v[:, 0], columns_of(v), 0.1, 0.7)),
+    "supcon": (supcon, log_softmax, lambda v: (stacked(v), LABELS.repeat(2), 0.3)),
+}
 
 
-def labelled(views, row_shard, tile):
-    labels = torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5]).repeat(2)
-    return supcon(torch.cat([views[:, 0], views[:, 1]]), labels, 0.3, tile, row_shard)
-
-
-LOSSES = {each.__name__: each for each in (ntxent_of, queued, other_documents, simcse, hard_negatives, labelled)}
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_in_any_tiles_equals_its_plain_writing(name):
+    loss, plain, arguments = LOSSES[name]
+    expected = value_and_gradient(lambda v: plain(*arguments(v)), views := views_of(torch.float64).requires_grad_())
+    for tile in (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, 64):
+        result = value_and_gradient(lambda v, tile=tile: loss(*arguments(v), tile), views)
+        assert deviation(result, expected) < 1e-10, tile
 
 
 def views_of(dtype):
@@ -380,13 +241,13 @@ def computed(comm, dtype, bounds):
     """Values and gradients of the losses, of the rows of this rank, by name and tile."""
     start, end = bounds[comm.rank]
     found = {}
-    for name, loss in LOSSES.items():
+    for name, (loss, _, arguments) in LOSSES.items():
         for tile in (1, 3, 8, None):
             own = views_of(dtype)[start:end].requires_grad_()
             table = comm.all_gather(own.flatten(1), start, ROWS).view(ROWS, 2, -1)
             if table.requires_grad:
                 table.retain_grad()
-            value = loss(table, RowShard(comm, start, end, ROWS), tile)
+            value = loss(*arguments(table), tile, RowShard(comm, start, end, ROWS))
             value.backward()
             # layers between the views and the loss must see this rank's rows alone
             assert not torch.cat([table.grad[:start], table.grad[end:]]).any()
@@ -404,9 +265,9 @@ def test_shares_add_up_to_the_whole_loss(size, dtype):
     """A worker may have no rows."""
     bounds = BOUNDS[size]
     ranks = run_group(size, computed, dtype, bounds) if size > 1 else [computed(Communicator(), dtype, bounds)]
-    for name, loss in LOSSES.items():
+    for name, (_, plain, arguments) in LOSSES.items():
         views = views_of(torch.float64).requires_grad_()
-        expected = loss(views, None, None)
+        expected = plain(*arguments(views))
         expected.backward()
         for tile in (1, 3, 8, None):
             assert {rank[name, tile][0] for rank in ranks} == {ranks[0][name, tile][0]}, name
@@ -417,24 +278,13 @@ def test_shares_add_up_to_the_whole_loss(size, dtype):
 
 def counted(comm, rows):
     """Elements of scores that this rank computes, forward and backward, for shared rows and for all."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Products(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if function.overloadpacket == torch.ops.aten.mm:
-                self.elements += result.numel()
-            return result
-
     found = []
     start, end = rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size
     for row_shard in (None, RowShard(comm, start, end, rows)):
         table = torch.randn(2 * rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with Products() as seen:
+        with Watched() as seen:
             ntxent(table, 0.1, None, 16, row_shard).backward()
-        found.append(seen.elements)
+        found.append(seen.products)
     return found
 
 

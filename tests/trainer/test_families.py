@@ -8,7 +8,7 @@ from families import OTHERS, PACKED, PADDED, REFUSED, TRAINED
 from groups import run_group
 from measures import deviation
 from messages import all_of
-from tiny import HALF, documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tiny import HALF, documents, family_encoder, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.common.errors import EncoderError
 from declutr.trainer.data.batches import SpanBatch, pad_rows
@@ -21,14 +21,6 @@ from declutr.trainer.parallel.communicator import Communicator
 
 MIXED = [9, 3, 30, 12, 12, 4]
 LENGTHS = [48, 70, 49, 60]
-
-
-def family_encoder(family, dtype=torch.float64, **settings):
-    """An encoder in the layout that was found to fit it, which is found in float32 as in a run."""
-    scratch = {"model_type": family, **(TRAINED | REFUSED)[family]}
-    encoder = tiny_encoder("bert", torch.float32, from_config=scratch, **settings)
-    encoder.set_layout(encoder.config.model_copy(update={"layout": fitting_layout(encoder, mlm=True)}))
-    return encoder.to(dtype)
 
 
 @pytest.mark.parametrize("family", TRAINED)

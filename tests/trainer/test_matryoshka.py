@@ -198,11 +198,6 @@ def test_matryoshka_that_does_not_fit_the_embedding_names_the_remedy(sizes, fact
     says(MatryoshkaConfig(sizes=sizes).problem(128), *facts)
 
 
-def test_matryoshka_without_a_loss_of_embeddings_is_refused():
-    with pytest.raises(ValidationError, match="only MLM is trained"):
-        DeclutrConfig(terms="mlm", matryoshka=SIZES)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "out"

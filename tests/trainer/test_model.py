@@ -26,13 +26,7 @@ from declutr.trainer.build import freeze_unused
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import mlm_head
-from declutr.trainer.model.language_model import (
-    frozen_parameters,
-    load_hf_config,
-    load_model,
-    max_span_tokens,
-    vocabulary_of,
-)
+from declutr.trainer.model.language_model import frozen_parameters, load_hf_config, max_span_tokens, vocabulary_of
 from declutr.trainer.model.layouts import embedding_layout
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
@@ -168,19 +162,6 @@ def test_encoder_of_an_unknown_head_is_refused():
         mlm_head(nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("sources", "told"),
-    [
-        ({}, ("exactly one", "`pretrained`")),
-        ({"pretrained": "x", "from_config": {"model_type": "bert"}}, ("exactly one", "`pretrained`")),
-        ({"from_config": {"hidden_size": 8}}, ("from_config", "`model_type`")),
-    ],
-)
-def test_encoder_of_no_or_two_sources_or_without_a_type_is_refused(sources, told):
-    with pytest.raises(ValueError, match=all_of(told)):
-        EncoderConfig(**sources)
-
-
 def test_an_unknown_type_is_named_with_the_nearest_one():
     with pytest.raises(EncoderError, match=all_of("'robberta'", "`roberta`")):
         load_hf_config(EncoderConfig(from_config={"model_type": "robberta"}), 100, {})
@@ -275,13 +256,11 @@ def test_peak_of_a_gpu_follows_from_its_name(name, peak):
     assert peak_flops(gpu_name(torch.device("cpu")), half=True) is None
 
 
-IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 KINDS = {**families.PACKED, **families.PADDED}
 
 
 def model_of(kind):
-    config = EncoderConfig(from_config={"model_type": kind, **KINDS[kind]})
-    return load_model(config, load_hf_config(config, 64, IDS), 0)[0]
+    return tiny_encoder("bert", torch.float32, from_config={"model_type": kind, **KINDS[kind]}).model
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "albert"])
