@@ -132,14 +132,21 @@ def test_mixed_clips_are_masked_afterwards():
     assert any((view == 0).any() for view in found)
 
 
-def test_the_partner_and_share_of_a_mixture_are_told(tmp_path):
-    """Those by which the plain writing mixes; a clip that is not mixed has none."""
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    """Shards of twelve sounds of three labels."""
     content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
-    folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
-    shards, epochs = ShardSet(folder, "train"), np.zeros(6, np.int64)
+    files = {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)}
+    return ShardSet(prepare_media(tmp_path_factory.mktemp("sounds"), content, files)[0], "train")
+
+
+def test_the_partner_and_share_of_a_mixture_are_told(sounds):
+    """Those by which the plain writing mixes; a clip that is not mixed has none."""
+    shards, epochs = sounds, np.zeros(6, np.int64)
     collator = ClipCollator(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
     rows = shards.take(np.arange(6))
-    every = {f"{one['id'].hex()}, {one['source']} at {one['offset']}": n for n, one in enumerate(rows_of(shards))}
+    origins = shards.take(np.arange(shards.num_documents)).select(["id", "source", "offset"]).to_pylist()
+    every = {f"{one['id'].hex()}, {one['source']} at {one['offset']}": n for n, one in enumerate(origins)}
     mixed = collator.fetch(rows, epochs, shards)
     told = collator.describe(mixed, epochs, shards)[::2]  # of the first view
     assert 0 < sum("mixed" in one for one in told) < 6
@@ -151,10 +158,6 @@ def test_the_partner_and_share_of_a_mixture_are_told(tmp_path):
             other = clips_of(shards.take(np.array([every[found[3]]])))[0]
             expected = mixture(before[number], other, float(found[1]))
             np.testing.assert_allclose(after[number], expected, atol=0.01)
-
-
-def rows_of(shards):
-    return shards.take(np.arange(shards.num_documents)).select(["id", "source", "offset"]).to_pylist()
 
 
 def test_clips_that_were_not_mixed_are_refused():
@@ -175,11 +178,9 @@ def test_mixup_of_a_worker_without_rows_is_empty():
     assert rows.schema.equals(CLIPS.schema.append(pa.field("mixed", pa.bool_())))
 
 
-def test_tasks_that_read_shards_mix_as_the_worker_does(tmp_path):
+def test_tasks_that_read_shards_mix_as_the_worker_does(sounds):
     """A chunk of real shards, read by another process's copy of the fetch, for one worker and for two."""
-    content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
-    folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
-    shards = ShardSet(folder, "train")
+    shards = sounds
     config = SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True})
     collator = ClipCollator(config, FrontendConfig(patch_size=(2, MELS)), 3)
     plan = Plan(0, shards.num_documents, 6)

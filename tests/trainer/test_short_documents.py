@@ -1,25 +1,29 @@
 """Documents with room for fewer anchors, or for shorter spans only: their spans, their batches, and the exact loss."""
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import tiny
 import torch
-from groups import run_group
 from hypothesis import given
 from hypothesis import strategies as st
 from measures import deviation
 from messages import all_of
 from spanbounds import check_document, span_configs
-from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tiny_encoder, tiny_train_step
+from tiny import (
+    SHORT_LENGTHS,
+    contrastive,
+    documents,
+    rank_batch,
+    rows_of,
+    tiny_collator,
+    tiny_encoder,
+    tiny_train_step,
+)
 
-from declutr.pipeline.shards.shards import ragged
 from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
-from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.spans import draw, place
-from declutr.trainer.parallel.communicator import Communicator
 
 MODES = ("fewer_anchors", "shrink_spans")
 FIRST_EPOCH = np.zeros(1, np.int64)
@@ -116,26 +120,18 @@ def test_a_document_that_the_mode_would_not_keep_is_an_error(mode, num_tokens, g
         sampled(spans, geometry, mode, np.array([num_tokens]), 0)
 
 
-# Two anchors of up to 12 tokens fit 48 tokens; the lengths are mixed, and both ranks of two get some of each.
-LENGTHS = {"fewer_anchors": [30, 48, 24, 131, 47], "shrink_spans": [20, 48, 12, 131, 47]}
-TRAINED = Geometry(num_anchors=2, max_tokens=12, min_tokens=3)
 OBJECTIVES = {name: values for name, values in tiny.OBJECTIVES.items() if name != "by name"}
 
 
-def shard_rows(mode, rows=None):
-    """Documents as `prepare` leaves them in this mode."""
-    lengths = LENGTHS[mode]
-    table = documents(lengths, TRAINED.max_tokens)
-    windows = [document_windows(length, TRAINED, mode) for length in lengths]
-    column = table.schema.get_field_index("windows")
-    table = table.set_column(column, "windows", pa.array(windows, pa.list_(pa.int32())))
-    return table if rows is None else table.slice(rows.start, rows.stop - rows.start)
+def shard_rows(mode, row=None):
+    """Documents as `prepare` leaves them in this mode, or one of them."""
+    table = documents(SHORT_LENGTHS[mode], 12, mode=mode)
+    return table if row is None else table.slice(row, 1)
 
 
 def collator_for(mode, objective, num_anchors=2):
     spans = SpanConfig(num_anchors=num_anchors, num_positives=2, min_tokens=3, max_tokens=12)
-    collator = tiny_collator(DeclutrConfig(**objective), spans)
-    return type(collator)(**{**vars(collator), "short_documents": mode})
+    return tiny_collator(DeclutrConfig(**objective), spans, mode=mode)
 
 
 def same(found, expected):
@@ -148,7 +144,7 @@ def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objec
     """Tokens, masks and dropout: whatever is not there takes nothing from what is."""
     one, two = (collator_for("fewer_anchors", objective, number) for number in (1, 2))
     for row, count in enumerate([1, 2, 1, 2, 1]):
-        table = shard_rows("fewer_anchors", slice(row, row + 1))
+        table = shard_rows("fewer_anchors", row)
         expected = one.batch(table, FIRST_EPOCH)
         assert same(two.batch(table, FIRST_EPOCH), expected) == (count == 1)
     everything = two.batch(shard_rows("fewer_anchors"), np.zeros(5, np.int64))
@@ -156,23 +152,10 @@ def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objec
     assert everything.num_spans == sum(kinds)
 
 
-def test_long_documents_give_the_same_batch_in_every_mode():
-    for mode in MODES:
-        table = shard_rows(mode, slice(3, 4))
-        found, expected = (collator_for(m, OBJECTIVES["both"]).batch(table, FIRST_EPOCH) for m in (mode, "drop"))
-        assert same(found, expected)
-
-
-def test_windows_are_as_long_as_the_spans_may_be():
-    windows, offsets = ragged(shard_rows("shrink_spans").column("windows"))
-    assert [int(windows[start + 1]) for start in offsets[:-1]] == [5, 12, 3, 12, 11]
-
-
-def setup(mode, objective, start=0, end=None, **settings_):
-    config = DeclutrConfig(**objective)
+def setup(mode, objective):
     encoder = tiny_encoder(dropout=0.2, projection={"kind": "mlp", "size": 6})
-    batch = rank_batch(collator_for(mode, objective), shard_rows(mode), start, end)
-    return tiny_train_step(encoder, config, **settings_), batch
+    batch = rank_batch(collator_for(mode, objective), shard_rows(mode))
+    return tiny_train_step(encoder, DeclutrConfig(**objective)), batch
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,7 +164,7 @@ def test_the_loss_is_that_of_all_documents_views(mode):
     train_step, batch = setup(mode, OBJECTIVES["unmasked anchors"])
     [found] = train_step.gradients({"": batch}, 1)
     collator, objective = collator_for(mode, OBJECTIVES["unmasked anchors"]), train_step.tasks[0].objective
-    batches = [collator.collate(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH) for row in range(5)]
+    batches = [collator.collate(shard_rows(mode, row), FIRST_EPOCH) for row in range(5)]
     views = [objective.views(train_step.encoder(alone.spans)[0], alone) for alone in batches]
     assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
     expected = contrastive(objective, torch.cat(views))
@@ -195,46 +178,3 @@ def test_spans_of_other_documents_are_refused():
     for rows in (6, 8):
         with pytest.raises(ValueError, match=all_of("21 spans", f"{rows} anchors", "3 spans")):
             train_step.tasks[0].objective.views(spans, rows_of(spans, rows))
-
-
-CASES = [(mode, objective, tokens) for mode in MODES for objective in OBJECTIVES.values() for tokens in (None, 40)]
-
-
-def steps(comm):
-    """Metrics and parameters after a step of each case, and what the queue remembers."""
-    results = []
-    for mode, objective, tokens in CASES:
-        size = len(LENGTHS[mode])
-        start, end = Plan(0, size, size).slice(comm.rank, comm.size)
-        train_step, batch = setup(mode, objective, start, end, comm=comm, microbatch_tokens=tokens)
-        metrics = train_step.step({"": batch}, 1)
-        parameters = [p.detach().clone() for p in train_step.encoder.parameters()]
-        results.append((metrics, parameters, train_step.tasks[0].objective.queue))
-    return results
-
-
-@pytest.fixture(scope="module")
-def single():
-    return steps(Communicator())
-
-
-def test_microbatches_do_not_change_the_step(single):
-    for (whole, parameters, _), (cut, parameters_cut, _) in zip(single[::2], single[1::2], strict=True):
-        assert cut.loss == pytest.approx(whole.loss, rel=1e-10)
-        assert deviation(parameters_cut, parameters) < 1e-10
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 6])
-def test_any_number_of_ranks_takes_the_same_step(single, size):
-    """Mixed documents over 2 ranks, and over 6, of which one has none; whole and microbatched; every objective."""
-    for rank in run_group(size, steps):
-        for case, found, expected in zip(CASES, rank, single, strict=True):
-            assert found[0].terms == pytest.approx(expected[0].terms, rel=1e-10), case
-            for name in ("loss", "grad_norm"):
-                assert getattr(found[0], name) == pytest.approx(getattr(expected[0], name), rel=1e-10), (case, name)
-            counted = [(m.num_tokens, m.num_selected, m.flops) for m in (found[0], expected[0])]
-            assert counted[0] == counted[1], case
-            assert deviation(found[1], expected[1]) < 1e-10, case
-            if expected[2] is not None:
-                assert deviation([found[2]], [expected[2]]) < 1e-10, case

@@ -13,14 +13,14 @@ from rows import sentences, text_rows
 from tiny import HALF, VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
 from declutr.common.errors import UsageError
-from declutr.trainer.checkpoints.weights import step_parameters
+from declutr.trainer.checkpoints.weights import collect, step_parameters
 from declutr.trainer.data.batches import collate_canonical
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import SHARED_ROWS, Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.scd import Scd
 from declutr.trainer.objectives.scl import Scl
-from declutr.trainer.objectives.simcse import Simcse, infonce
+from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
 from declutr.trainer.parallel.communicator import Communicator, full_tensor
 from declutr.trainer.parallel.reducers import FixedPointReducer
@@ -65,13 +65,13 @@ def objective_of(name, size=16, **changes):
     return objective.double().train()
 
 
-def setup(name, comm=None, tokens=None, sharded=False, rows=None, shared_rows=SHARED_ROWS, **encoder):
+def setup(name, comm=None, tokens=None, sharded=False, rows=None, shared_rows=SHARED_ROWS, norm=1.0, **encoder):
     pooling = "mean_without_cls" if name == "scl" else "mean"
     settings = {"dropout": 0.2, "attention_dropout": 0.1, "pooling": pooling} | encoder
     objective = objective_of(name)
     given = {"comm": comm or Communicator(), "microbatch_tokens": tokens, "sharded": sharded, "loss": objective}
     given |= {"shared_rows": shared_rows}
-    train_step = tiny_train_step(tiny_encoder(**settings), optim=OptimConfig(lr=1e-2), **given)
+    train_step = tiny_train_step(tiny_encoder(**settings), optim=OptimConfig(lr=1e-2, max_grad_norm=norm), **given)
     rows = CASES[name][2] if rows is None else rows
     start, end = Plan(0, len(rows), len(rows)).slice(train_step.comm.rank, train_step.comm.size)
     part = rows.slice(start, end - start)
@@ -88,9 +88,20 @@ def gradients(name, **how):
     return {name: full_tensor(p.grad).clone() for name, p in parameters.items()}, terms
 
 
+def two_steps(**how):
+    """Norms of two steps of SCD, whose layers are behind the gather; then parameters, moments and statistics."""
+    train_step, batch = setup("scd", **how)
+    norms = [train_step.step({"": batch}, number).grad_norm for number in (1, 2)]
+    return norms, collect([train_step])
+
+
+STEPS = [{"tokens": tokens, "norm": norm} for tokens in (None, 40) for norm in (1.0, 1e-3)]
+
+
 def every_case(comm, sharded, shared_rows):
     how = {"comm": comm, "sharded": sharded, "shared_rows": shared_rows}
-    return {name: [gradients(name, tokens=tokens, **how) for tokens in (None, 40)] for name in CASES}
+    found = {name: [gradients(name, tokens=tokens, **how) for tokens in (None, 40)] for name in CASES}
+    return found, [two_steps(**how, **case) for case in STEPS]
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +109,38 @@ def single():
     return {name: gradients(name) for name in CASES}
 
 
+@pytest.fixture(scope="module")
+def stepped():
+    return [two_steps(**case) for case in STEPS]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("size", "sharded", "shared_rows"), [(2, False, SHARED_ROWS), (3, False, 0), (2, False, 0), (2, True, 0)]
 )
-def test_text_objectives_give_equal_gradients_on_any_number_of_workers(single, size, sharded, shared_rows):
+def test_text_objectives_give_equal_steps_on_any_number_of_workers(single, stepped, size, sharded, shared_rows):
     """Dropout is on. Three workers share five rows unevenly; the pairs of a worker's rows differ in number.
 
     With `shared_rows` of 0, workers share the loss where its objective allows it.
     """
-    for rank in run_group(size, every_case, sharded, shared_rows):
-        for name, results in rank.items():
+    for cases, steps in run_group(size, every_case, sharded, shared_rows):
+        for (norms, contents), (expected_norms, expected) in zip(steps, stepped, strict=True):
+            assert norms == pytest.approx(expected_norms, rel=1e-10)
+            for file in expected:
+                assert apart(contents[file], expected[file]) < 1e-7, file
+        for name, results in cases.items():
             for found, terms in results:
                 assert apart(found, single[name][0]) < 1e-10, name
                 assert terms == pytest.approx(single[name][1], rel=1e-10), name
+
+
+def test_statistics_do_not_depend_on_microbatches(stepped):
+    whole, pieces = (
+        {name: value for name, value in stepped[place][1]["objective.safetensors"].items() if "running" in name}
+        for place in (0, 2)
+    )
+    assert len(whole) == 4
+    assert apart(pieces, whole) < 1e-12
 
 
 def bits(comm):
@@ -248,31 +277,6 @@ def test_the_weight_of_mlm_scales_its_part_of_the_gradient():
         torch.testing.assert_close(found[0.3][name], (found[0.1][name] + found[0.5][name]) / 2)
 
 
-@pytest.mark.parametrize("tile", [1, 3, 8, 100])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_tiles_are_the_cross_entropy(tile, blocks):
-    """Against torch's cross entropy of the whole table, values and gradients, with a weight on own negatives."""
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(7, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    columns = torch.randn(7 * blocks, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    logits = F.normalize(queries, dim=-1) @ F.normalize(columns, dim=-1).T / 0.05
-    if blocks == 2:
-        logits = logits + torch.cat([torch.zeros(7, 7), 1.5 * torch.eye(7)], dim=1)
-    expected = F.cross_entropy(logits, torch.arange(7))
-    wanted = torch.autograd.grad(expected, (queries, columns))
-    found = infonce(queries, columns, 0.05, 1.5, tile)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-    for one, other in zip(torch.autograd.grad(found, (queries, columns)), wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
-
-
-def test_a_single_row_has_no_negatives():
-    value = infonce(queries := torch.randn(1, 4, requires_grad=True), torch.randn(1, 4), 0.05)
-    value.backward()
-    assert value == 0
-    assert torch.equal(queries.grad, torch.zeros(1, 4))
-
-
 def pairs(views, labels, premises, step=1):
     facts = {"label": torch.tensor(labels), "premise": torch.tensor(premises)}
     return Gathered(views, facts | {"hypothesis": torch.arange(len(labels)) * 7}, step=step)
@@ -372,5 +376,3 @@ def test_equal_views_drop_the_same_features_and_others_do_not():
     assert keys[True][:, 0].equal(keys[True][:, 1])
     assert keys[True][:, 0].equal(keys[False][:, 0])
     assert not (keys[False][:, 0] == keys[False][:, 1]).any()
-    with pytest.raises(ValueError, match=r"equal_views = true needs supervised = false"):
-        SimcseConfig(equal_views=True, supervised=True)

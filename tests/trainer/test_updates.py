@@ -14,9 +14,17 @@ from groups import run_group
 from measures import deviation
 from messages import all_of
 from processes import run_python
-from pydantic import ValidationError
-from tiny import HALF, documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
-from transformers import get_scheduler
+from tiny import (
+    HALF,
+    documents,
+    random_spans,
+    rank_batch,
+    run_out_of_memory,
+    tiny_collator,
+    tiny_encoder,
+    tiny_train_step,
+    with_task,
+)
 
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
@@ -26,7 +34,7 @@ from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch, MicrobatchError, out_of_memory
-from declutr.trainer.step.optim import UncorrectedAdamW, build_optimizer, learning_rate
+from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import NonFiniteLossError, NonFiniteLosses
 from declutr.trainer.worker.scheduler import TaskScheduler, read
 
@@ -86,24 +94,6 @@ def test_skipped_steps_are_counted_when_they_are_read():
         read(second)
 
 
-def test_fused_update_without_bias_correction_equals_the_plain_one():
-    """The kernel's arithmetic and the equation's, which differ in rounding alone."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
-    gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(4)]
-    found = []
-    for fused in (False, True):
-        held = [torch.nn.Parameter(w.clone()) for w in weights]
-        optimizer = UncorrectedAdamW(held, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, fused=fused)
-        for step in gradients:
-            for parameter, gradient in zip(held, step, strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
-        found.append([parameter.detach() for parameter in held])
-    assert deviation(found[0], weights) > 0
-    assert deviation(*found) < 1e-6
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -116,39 +106,6 @@ def test_fused_update_without_bias_correction_equals_the_plain_one():
 def test_failed_allocation_of_a_library_is_recognised(message):
     assert out_of_memory(RuntimeError(message))
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-
-
-NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-
-
-@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.25])
-@pytest.mark.parametrize("steps", [1, 7, 50])
-@pytest.mark.parametrize("schedule", NAMES)
-def test_rates_are_those_of_transformers(schedule, steps, warmup):
-    """The rate of each update, of which the first is that of the scheduler before its first step."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
-    config = OptimConfig(lr=3e-5, schedule=schedule, warmup_ratio=warmup)
-    warmup_steps = -(-steps * round(100 * warmup) // 100)  # rounded up, as TrainingArguments does
-    scheduler = get_scheduler(NAMES[schedule], optimizer, warmup_steps, steps)
-    for step in range(1, steps + 1):
-        assert learning_rate(config, step, steps) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12, abs=1e-20)
-        optimizer.step()
-        scheduler.step()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"warmup_ratio": 0.1}, ("no effect", "schedule = slanted_triangular")),
-        ({"schedule": "linear", "cut_fraction": 0.2}, ("no effect", "schedule = linear")),
-        ({"schedule": "cosine", "ratio": 8}, ("no effect", "schedule = cosine")),
-        ({"schedule": "triangular"}, "slanted_triangular"),
-        ({"max_grad_norm": 0}, "greater than 0"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, message):
-    with pytest.raises(ValidationError, match=all_of(message)):
-        OptimConfig(**settings)
 
 
 def test_settings_that_change_the_result_change_the_hash():
@@ -166,19 +123,6 @@ def test_settings_that_change_the_result_change_the_hash():
         {"objective": {"reference_rank_scaling": 4}},
     ):
         assert TrainConfig.model_validate(config | changed).hash() != plain
-
-
-def test_without_a_limit_gradients_are_not_scaled():
-    """The norm is reported, and the update is that of an unreachable limit."""
-    found = []
-    for limit in (None, 1e9, 1e-3):
-        optim = OptimConfig(lr=1e-2, max_grad_norm=limit)
-        train_step = tiny_train_step(tiny_encoder(), optim=optim)
-        metrics = train_step.step({"": rank_batch(tiny_collator(), documents([48, 70, 49], 12))}, 1)
-        found.append((metrics.grad_norm, torch.cat([p.flatten() for p in train_step.encoder.parameters()])))
-    assert found[0][0] == found[1][0] == found[2][0] > 1e-3
-    assert torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(found[0][1], found[2][1])
 
 
 # A process of its own, because the limit on its memory cannot be taken back.
@@ -294,14 +238,22 @@ def test_sums_are_those_after_the_backward(size):
         assert 5 < buckets / 2 < sent <= buckets  # most are on their way when the backward ends
 
 
-def compressed(comm):
+def two_ranks(comm):
+    """What the tests below read of two ranks, which start once."""
     exact = sums_of(comm, False, {})[0]
-    return exact, sums_of(comm, True, {"compressed": torch.bfloat16})[0]
+    compressed = exact, sums_of(comm, True, {"compressed": torch.bfloat16})[0]
+    return {"compressed": compressed, "repeated": failing(comm), "ended": not_finite(comm), "exchanges": steps(comm)}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    ranks = run_group(2, two_ranks)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 @pytest.mark.dist
-def test_compressed_sums_keep_three_digits():
-    for exact, found in run_group(2, compressed):
+def test_compressed_sums_keep_three_digits(pair):
+    for exact, found in pair["compressed"]:
         norm, apart = (
             torch.cat([each.flatten() for each in some]).norm()
             for some in (exact, [a - b for a, b in zip(exact, found, strict=True)])
@@ -317,15 +269,8 @@ def failing(comm):
         train_step, batch = setup(comm, True)
         train_step = with_task(train_step, microbatch=Microbatch(30, automatic=True))
         expected, _ = setup(comm, False)
-        calls = iter(range(1000))
-        embed = train_step.encoder.forward
-
-        def forward(*arguments, at=at, calls=calls, embed=embed):
-            if comm.rank == 1 and torch.is_grad_enabled() and next(calls) == at:
-                raise torch.OutOfMemoryError("DefaultCPUAllocator: given to this test")
-            return embed(*arguments)
-
-        train_step.encoder.forward = forward
+        if comm.rank == 1:
+            run_out_of_memory(train_step.encoder, at)
         train_step.step({"": batch}, 1)
         expected.step({"": batch}, 1)
         pairs = zip(train_step.encoder.parameters(), expected.encoder.parameters(), strict=True)
@@ -335,8 +280,8 @@ def failing(comm):
 
 
 @pytest.mark.dist
-def test_a_step_that_ran_out_of_memory_is_repeated():
-    for results in run_group(2, failing):
+def test_a_step_that_ran_out_of_memory_is_repeated(pair):
+    for results in pair["repeated"]:
         for tokens, apart in results:
             assert tokens < 30
             assert apart < 1e-12
@@ -354,8 +299,8 @@ def not_finite(comm):
 
 
 @pytest.mark.dist
-def test_a_bad_loss_ends_on_every_rank():
-    assert run_group(2, not_finite) == [True, True]
+def test_a_bad_loss_ends_on_every_rank(pair):
+    assert pair["ended"] == [True, True]
 
 
 RANKS = 6
@@ -413,15 +358,8 @@ def exchanges_of(comm, automatic, fails_at):
     train_step = tiny_train_step(tiny_encoder(), config, comm=comm)
     train_step = with_task(train_step, microbatch=Microbatch(40, automatic=automatic))
     batch = rank_batch(tiny_collator(config), documents([60, 70], 12), comm.rank, comm.rank + 1)
-    embed, left = train_step.encoder.forward, [fails_at]
-
-    def forward(*given):
-        if comm.rank == 1 and left[0] == ("second pass" if torch.is_grad_enabled() else "first pass"):
-            left[0] = ""
-            raise torch.OutOfMemoryError("DefaultCPUAllocator: given to this test")
-        return embed(*given)
-
-    train_step.encoder.forward = forward
+    if comm.rank == 1 and fails_at:
+        run_out_of_memory(train_step.encoder, 0, graph=fails_at == "second pass")
     agreement = Agreement(lambda: Request.REPORT if comm.rank else Request.STOP)
     loss = train_step.begin({"": batch}, 1, agreement).read().loss
     return list(comm.names), agreement.agreed, loss
@@ -433,8 +371,8 @@ def steps(comm):
 
 
 @pytest.mark.dist
-def test_step_has_two_exchanges_of_integers_that_carry_all_requests():
-    for plain, fixed, first, second in run_group(2, steps):
+def test_step_has_two_exchanges_of_integers_that_carry_all_requests(pair):
+    for plain, fixed, first, second in pair["exchanges"]:
         assert plain[0] == fixed[0] == ["counts", "or"]
         again = ["max", "max", "counts", "or"]  # of the smaller microbatch and the repeated step
         assert first[0] == ["counts", *again]
