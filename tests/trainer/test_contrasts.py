@@ -1,6 +1,6 @@
 """Contrasts in tiles: NT-Xent and SupCon against the whole matrix, queue, views; the same shared among workers."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -255,7 +255,46 @@ def computed(comm, dtype, bounds):
     return found
 
 
+def counted(comm):
+    """Elements of scores that this rank computes, forward and backward, for shared rows and for all."""
+    found, rows = [], COUNTED_ROWS
+    start, end = rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size
+    for row_shard in (None, RowShard(comm, start, end, rows)):
+        table = torch.randn(2 * rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with Watched() as seen:
+            ntxent(table, 0.1, None, 16, row_shard).backward()
+        found.append(seen.products)
+    return found
+
+
+def out_of_memory(comm):
+    """What each rank has of an exchange before which the last one ran out of memory."""
+
+    def compute():
+        if comm.rank == comm.size - 1:
+            raise torch.OutOfMemoryError("a tile does not fit")
+        return torch.ones(1, 2 * comm.size)
+
+    row_shard = RowShard(comm, comm.rank, comm.rank + 1, comm.size)
+    try:
+        return row_shard.complete(compute, torch.zeros(2 * comm.size, 3)).tolist()
+    except torch.OutOfMemoryError:
+        return "raised"
+
+
 BOUNDS = {1: [(0, 11)], 2: [(0, 5), (5, 11)], 3: [(0, 4), (4, 4), (4, 11)]}
+COUNTED_ROWS = SHARED_ROWS // 8
+
+
+def on_ranks(comm):
+    losses = {dtype: computed(comm, dtype, BOUNDS[comm.size]) for dtype in LIMITS}
+    return {"losses": losses, "products": counted(comm), "memory": out_of_memory(comm)}
+
+
+@cache
+def results(size):
+    """What each of this many ranks has, which start once for all tests."""
+    return run_group(size, on_ranks) if size > 1 else [on_ranks(Communicator())]
 
 
 @pytest.mark.dist
@@ -263,8 +302,7 @@ BOUNDS = {1: [(0, 11)], 2: [(0, 5), (5, 11)], 3: [(0, 4), (4, 4), (4, 11)]}
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_shares_add_up_to_the_whole_loss(size, dtype):
     """A worker may have no rows."""
-    bounds = BOUNDS[size]
-    ranks = run_group(size, computed, dtype, bounds) if size > 1 else [computed(Communicator(), dtype, bounds)]
+    ranks = [rank["losses"][dtype] for rank in results(size)]
     for name, (_, plain, arguments) in LOSSES.items():
         views = views_of(torch.float64).requires_grad_()
         expected = plain(*arguments(views))
@@ -276,25 +314,13 @@ def test_shares_add_up_to_the_whole_loss(size, dtype):
             assert deviation([gradient], [views.grad]) < LIMITS[dtype], (name, tile)
 
 
-def counted(comm, rows):
-    """Elements of scores that this rank computes, forward and backward, for shared rows and for all."""
-    found = []
-    start, end = rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size
-    for row_shard in (None, RowShard(comm, start, end, rows)):
-        table = torch.randn(2 * rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with Watched() as seen:
-            ntxent(table, 0.1, None, 16, row_shard).backward()
-        found.append(seen.products)
-    return found
-
-
 @pytest.mark.dist
 def test_a_worker_computes_its_rows_alone():
     """M^2 / W scores in each of both passes; all of them have half of M^2, because scores are symmetric."""
-    rows = SHARED_ROWS // 8
-    for whole, row_shard in run_group(3, counted, rows):
-        assert row_shard == pytest.approx(2 * (2 * rows) ** 2 / 3, rel=0.02)
-        assert whole == pytest.approx((2 * rows) ** 2, rel=0.1)
+    scores = (2 * COUNTED_ROWS) ** 2
+    for whole, row_shard in (rank["products"] for rank in results(3)):
+        assert row_shard == pytest.approx(2 * scores / 3, rel=0.02)
+        assert whole == pytest.approx(scores, rel=0.1)
 
 
 PML = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
@@ -315,28 +341,13 @@ PML = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
 def test_step_shares_the_rows_of_losses_that_can_be_shared(kind, config, shared):
     """A large batch of two workers; what the losses compute of it is tested above."""
     objective = kind(config, RunContext(), 4)
-    cache = GradCache(TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0), 1)
+    passes = GradCache(TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0), 1)
     counts = GlobalCounts(selected=0, first_row=SHARED_ROWS // 2, num_rows=SHARED_ROWS)
-    assert (cache._row_shard(rows_of(torch.empty(0), SHARED_ROWS // 2), counts) is not None) == shared
-
-
-def out_of_memory(comm):
-    """What each rank has of an exchange before which the last one ran out of memory."""
-
-    def compute():
-        if comm.rank == comm.size - 1:
-            raise torch.OutOfMemoryError("a tile does not fit")
-        return torch.ones(1, 4)
-
-    row_shard = RowShard(comm, comm.rank, comm.rank + 1, comm.size)
-    try:
-        return row_shard.complete(compute, torch.zeros(2 * comm.size, 3)).tolist()
-    except torch.OutOfMemoryError:
-        return "raised"
+    assert (passes._row_shard(rows_of(torch.empty(0), SHARED_ROWS // 2), counts) is not None) == shared
 
 
 @pytest.mark.dist
 def test_a_worker_without_memory_leaves_no_other_waiting():
-    first, second = run_group(2, out_of_memory)
+    first, second = (rank["memory"] for rank in results(2))
     assert second == "raised"
     assert [value == value for value in first[0]] == [True, False, True, False]
