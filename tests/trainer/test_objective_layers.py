@@ -1,6 +1,7 @@
-"""Layers of an objective behind the gather: gradients counted once, statistics of the global batch, saved and put back.
+"""Layers of an objective behind the gather: saved and put back, kept by a step that fails; what a loss may return.
 
-The objective is DeCLUTR with a projector and BatchNorm in the loss, as SCD has them.
+The objective is DeCLUTR with a projector and BatchNorm in the loss, as SCD has them. Their gradients and statistics on
+any number of workers are SCD's in test_text_objectives.py.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Updates: metrics read after them as on a GPU, learning rates, microbatches that fit, sums beside the backward."""
+"""Updates: metrics read after them, microbatches that fit, sums beside the backward, exchanges of a step."""
 
 import copy
 import dataclasses
