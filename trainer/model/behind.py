@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,39 +40,31 @@ class Normalize(nn.Module):
         return F.normalize(embeddings, dim=-1)
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(nn.Sequential):
     """A linear layer with its activation, such as `nn.Tanh()` or `nn.Identity()`."""
 
-    linear: nn.Linear
-    activation: nn.Module
+    def __init__(self, linear: nn.Linear, activation: nn.Module) -> None:
+        super().__init__(linear, activation)
+
+    @property
+    def linear(self) -> nn.Linear:
+        """The linear layer."""
+        layer = self[0]
+        assert isinstance(layer, nn.Linear)
+        return layer
 
 
 Step = Dense | Normalize
 
 
 def modules_of(steps: Iterable[Step]) -> nn.Sequential:
-    """The steps as one module; a dense layer is a linear layer and its activation."""
-    return nn.Sequential(
-        *(nn.Sequential(step.linear, step.activation) if isinstance(step, Dense) else step for step in steps)
-    )
+    """The steps as one module."""
+    return nn.Sequential(*steps)
 
 
 def steps_of(modules: nn.Sequential) -> list[Step]:
-    """The steps of which `modules_of` made a module.
-
-    Raises:
-        TypeError: a module is of another kind.
-    """
-    steps: list[Step] = []
-    for module in modules:
-        if isinstance(module, Normalize):
-            steps.append(module)
-        elif isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear):
-            steps.append(Dense(module[0], module[1]))
-        else:
-            raise TypeError(f"{type(module).__name__} is no step behind a pooling")
-    return steps
+    """The steps of which `modules_of` made a module."""
+    return cast("list[Step]", list(modules))
 
 
 def write_steps(folder: Path, steps: Sequence[Step]) -> None:
@@ -97,7 +89,7 @@ def write_steps(folder: Path, steps: Sequence[Step]) -> None:
 
 
 def _write_dense(folder: Path, layer: Dense) -> None:
-    linear, kind = layer.linear, type(layer.activation)
+    linear, kind = layer.linear, type(layer[1])
     settings = {
         "in_features": linear.in_features,
         "out_features": linear.out_features,

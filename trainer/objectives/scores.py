@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from declutr.common import seeding
 from declutr.common.bootstrap import F64, Statistic, mean, spearman
@@ -192,7 +192,7 @@ def embed_together(
     def embed(part: slice) -> Tensor:
         embeddings = encoder.embed(batch_of(part).to(device))
         for layer in layers:
-            embeddings = nn.Sequential(layer.linear, layer.activation)(embeddings.to(layer.linear.weight.dtype))
+            embeddings = layer(embeddings.to(layer.linear.weight.dtype))
         return embeddings
 
     return compute_together(encoder, total, width, embed, comm, device, _CHUNK)

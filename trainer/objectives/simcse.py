@@ -186,7 +186,7 @@ class Simcse(TextObjective[SimcseConfig]):
         self.num_views = 3 if config.supervised else 2
         self.head: nn.Module = nn.Identity()
         if config.head:
-            self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())  # the released MLP pooler
+            self.head = Dense(nn.Linear(embedding_size, embedding_size), nn.Tanh())  # the released MLP pooler
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SimcseCollator:
         """Builds the collator that packs views and masked copies."""
@@ -203,8 +203,4 @@ class Simcse(TextObjective[SimcseConfig]):
 
     def exported(self) -> list[Dense]:
         """The head, if the run is supervised; SimCSE drops it after unsupervised training."""
-        if not (self.config.supervised and isinstance(self.head, nn.Sequential)):
-            return []
-        linear, activation = self.head
-        assert isinstance(linear, nn.Linear)
-        return [Dense(linear, activation)]
+        return [self.head] if self.config.supervised and isinstance(self.head, Dense) else []
