@@ -199,11 +199,11 @@ def test_texts_are_cut_with_their_specials():
 
 def test_a_row_without_texts_of_a_worker_takes_part():
     for name in CASES:
-        train_step, _ = setup(name)
-        collator = train_step.tasks[0].objective.collator(VOCABULARY, 30)
-        batch = collator.collate(CASES[name][2].slice(0, 0), np.empty(0, np.int64))
+        collator, epochs = objective_of(name).collator(VOCABULARY, 30), np.empty(0, np.int64)
+        batch = collator.collate(CASES[name][2].slice(0, 0), epochs)
         assert batch.spans.num_spans == batch.num_rows == 0
-        assert list(batch.facts) == list(setup(name)[1].facts)
+        whole = collator.collate(CASES[name][2], np.zeros(len(CASES[name][2]), np.int64))
+        assert list(batch.facts) == list(whole.facts)
 
 
 def test_hypotheses_change_with_the_epoch_and_not_with_the_batch():
