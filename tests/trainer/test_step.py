@@ -110,6 +110,11 @@ def test_dropout_belongs_to_tokens_not_to_microbatches(encoder):
         assert apart(gradients(*dropped_out(tokens, **encoder)), whole) < 1e-10
 
 
+def test_packed_and_padded_drop_the_same():
+    layouts = (gradients(*dropped_out(40, attention_dropout=0.0, layout=layout)) for layout in ("packed", "padded"))
+    assert apart(*layouts) < 1e-10
+
+
 def test_dropout_differs_from_epoch_to_epoch():
     train_step, first = dropped_out(None)
     second = rank_batch(tiny_collator(train_step.tasks[0].objective.config), documents(LENGTHS, 12), epoch=1)
