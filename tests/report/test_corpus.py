@@ -25,8 +25,8 @@ from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.charts import COLOURS, draw_histogram
 from declutr.report.corpus import gather, glance, readiness, write_corpus_page
-from declutr.report.examples import find_clusters, thumbnail
-from declutr.report.survey import MAX_NAMES, Tallies, Tally, group_sources, survey, tally_columns
+from declutr.report.examples import thumbnail
+from declutr.report.survey import MAX_NAMES, Tallies, Tally, tally_columns
 
 HOSTILE = '"><script>alert(1)<'
 
@@ -72,12 +72,6 @@ def test_fates_sources_and_lengths_are_those_of_the_ledgers(prepared, content):
     kept, short, dropped = content.lengths().values()
     assert kept.total() + short.total() + dropped.total() == len(rows)
     assert max(short) < limit <= min(kept)
-    documents = [sum(row.num_tokens < 16 for row in rows), 0, sum(row.num_tokens >= limit for row in rows)]
-    bands = list(content.bands())
-    assert [name for name, *_ in bands] == ["under 16", "16 to 31", "32 and more"]
-    assert [number for _, _, number, _ in bands] == documents
-    assert bands[0][1] == [0, documents[0], 0]
-    assert sum(tokens for *_, tokens in bands) == sum(row.num_tokens for row in rows)
 
 
 @pytest.mark.parametrize("limit", [32, 2048, 1000, 7])
@@ -89,23 +83,9 @@ def test_a_length_next_to_the_limit_is_in_the_bar_next_to_it(limit):
     assert heights == pytest.approx([heights[1] / 20, heights[1]], rel=0.01)
 
 
-def test_clusters_have_their_members_and_matches_are_counted_by_evaluation_set(content):
-    clusters = content.clusters
-    assert sorted(clusters.sizes.tolist()) == [3, 7]
-    largest, other = clusters.largest
-    assert (largest.size, largest.kept.source, largest.kept.offset) == (7, "web.tar!page.html", 3)
-    assert [(copy.source, copy.offset) for copy in other.copies] == [("b.jsonl", 6), ("b.jsonl", 7)]
+def test_matches_are_counted_by_evaluation_set(content):
     (match,) = content.survey.matches.values()
     assert (match.name, match.kept, match.dropped, match.max_ngrams) == ("sts12", 1, 1, 3)
-
-
-def test_a_kept_copy_that_is_nowhere_is_told(tmp_path):
-    text = "one two three four five six seven " * 8
-    units = [[Row(text), Row(text, "duplicate", detail="00009:4 is kept, similarity 1.00")]]
-    manifest = write_prepared(tmp_path / "out", units)
-    (cluster,) = find_clusters(tmp_path / "out", survey(tmp_path / "out", manifest)).largest
-    assert cluster.kept is None
-    says(write_corpus_page(tmp_path / "out").read_text(), "not in", "ledgers")
 
 
 def test_examples_are_of_their_reason_and_carry_their_text(prepared, content):
@@ -216,34 +196,13 @@ def test_the_report_answers_whether_to_train(content):
     says(readiness(replace(content, manifest=lost)), "too_short")
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["a.jsonl", "b/c.txt"], {"a.jsonl": 1, "b/c.txt": 1}),
-        ([f"logs/{n}.txt" for n in range(900)] + ["a.jsonl"], {"logs/ (900 files)": 900, "a.jsonl": 1}),
-        (
-            [f"x/{year}/{n}.txt" for year in (2019, 2020) for n in range(30)],
-            {"x/2019/ (30 files)": 30, "x/2020/ (30 files)": 30},
-        ),
-        (
-            [f"{n}.txt.gz" for n in range(1500)] + [f"{n}.html" for n in range(7)] + [f"d/{n}.txt" for n in range(40)],
-            {"*.txt (1,500 files)": 1500, "*.html (7 files)": 7, "d/ (40 files)": 40},
-        ),
-        ([f"{n}" for n in range(30)], {"* (30 files)": 30}),
-        ([f"only/{n}/a.txt" for n in range(30)], {"only/ (30 files)": 30}),
-    ],
-)
-def test_sources_are_grouped_as_deep_as_there_are_few_enough(names, expected):
-    groups = group_sources({name: Tally(1, 10, 1, 5) for name in names}, 20)
-    assert {name: tally.read for name, tally in groups.items()} == expected
-
-
 def test_the_report_names_folders_and_its_totals_close(tmp_path):
     rows = [Row(f"word{n} " * 40, source=f"logs/{n}.txt") for n in range(60)] + [Row("a b " * 40, source="all.jsonl")]
-    rows += [Row(f"x{n} " * 40, source=f"top{n}/a.txt") for n in range(30)]
+    rows += [Row(f"x{n} " * 40, source=f"top{n}/a/b.txt") for n in range(30)]
     manifest = write_prepared(tmp_path / "shards", [rows])
     sources = gather(tmp_path / "shards").sources()
-    assert sources[0][0] == "logs/ (60 files)"
+    assert (sources[0][0], sources[0][1].read) == ("logs/", 60)
+    assert {"all.jsonl", "top0/"} <= {name for name, _ in sources}
     assert sources[-1][0] == "(12 others)"
     assert len(sources) == 21
     assert sum(tally.read for _, tally in sources) == manifest.totals["read"]

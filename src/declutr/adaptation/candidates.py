@@ -8,9 +8,8 @@ others are a training, interpolations on the way to it, and the closed form afte
 Legend: S spans, D embedding size.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -109,16 +108,15 @@ class CandidateBuilder:
             return
         if name not in (CLOSED, TRAINED):
             self.make(TRAINED, start, steps)
-        if name in (CLOSED, BOTH):
-            origin = self.config.encoder if name == CLOSED else str(self.place(TRAINED))
-            whiten(origin, self.data, place, trust, self.address)
-            return
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():
             pooling = start.encoder.config.pooling
             train(self.config.train_config(self.data, run, steps, pooling, self.address))
         with atomic_folder(place) as aside:
-            if name == TRAINED:
+            if name in (CLOSED, BOTH):
+                origin = start if name == CLOSED else self.load(TRAINED)
+                write_whitened(origin, within_sums(origin, self.data), aside)
+            elif name == TRAINED:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
             else:
                 write_between(start, self.load(TRAINED), _BETWEEN[name], aside)
@@ -242,73 +240,27 @@ def window_starts(
     return rows, np.array(owners, np.int64)
 
 
-def whiten(
-    encoder: str, shards: Path, output: Path, trust_remote_code: bool = False, address: str | None = None
-) -> WithinSums:
-    """Writes the whitened encoder to the new folder `output`; returns the sums from which it was computed.
-
-    Args:
-        encoder: folder or name of a transformer, as `load_encoder` takes it, without a prompt.
-        shards: absolute path of documents that `prepare` made with the encoder's tokenizer.
-        output: the folder.
-        trust_remote_code: run Python code that comes with the encoder; only for encoders that the user trusts.
-        address: of a Ray cluster.
+def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
+    """The sums over all training documents of shards that `prepare` made with the encoder's tokenizer.
 
     Raises:
-        UsageError: there are no training documents, or they have no covariance.
-        EncoderError: the encoder cannot be loaded.
+        UsageError: there are no training documents.
         ShardError: the shards cannot be read.
-        SessionError: no Ray session can be started.
     """
-    start = load_transformer(encoder, trust_remote_code)
-    sums = _within_sums(encoder, shards, trust_remote_code, address)
-    with atomic_folder(output) as aside:
-        write_whitened(start, sums, aside)
-    return sums
-
-
-def _within_sums(encoder: str, shards: Path, trust_remote_code: bool, address: str | None) -> WithinSums:
-    """The sums over all training documents of the shards, by one pass of Ray Data, in blocks of documents."""
-    from declutr.common.session import start_ray
-
-    start_ray(address=address)
-    import ray  # after the session, which keeps it quiet
-
-    num_documents = ShardSet(shards, "train").num_documents
-    if not num_documents:
+    split, vocabulary = ShardSet(shards, "train"), vocabulary_of(encoder.tokenizer)
+    if not split.num_documents:
         raise UsageError(f"{shards}: holds no training documents; prepare more documents")
-    starts = range(0, num_documents, _BLOCK_DOCUMENTS)
-    resources = ray.cluster_resources()
-    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-    share: dict[str, Any] = {"num_gpus": 1, "concurrency": gpus} if gpus else {"num_cpus": 1, "concurrency": cpus}
-    share["concurrency"] = max(1, min(share["concurrency"], len(starts)))
-    blocks = [{"start": start, "end": min(start + _BLOCK_DOCUMENTS, num_documents)} for start in starts]
-    rows = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map(
-        _SumsOfBlock, fn_constructor_args=(encoder, shards, trust_remote_code), **share
-    )
-    sums_by_start: dict[int, WithinSums] = {}
-    with bar(total=num_documents, desc="covariance", unit="documents") as progress:
-        for row in rows.iter_rows():
-            sums = sums_by_start[row["start"]] = WithinSums(row["scatter"], row["spans"], row["documents"])
-            progress.update(sums.documents)
-    first, *rest = [sums_by_start[start] for start in starts]  # added in their order, whatever finished first
-    return sum(rest, first)
-
-
-class _SumsOfBlock:
-    """Ray worker with an encoder: from the numbers of a block's documents to the block's sums."""
-
-    def __init__(self, encoder: str, shards: Path, trust_remote_code: bool) -> None:
-        self._encoder = load_transformer(encoder, trust_remote_code)
-        self._shards = ShardSet(shards, "train", look=False)
-
-    def __call__(self, row: dict[str, int]) -> dict[str, Any]:
-        """Embed the passages of documents [start, end); return the fields of `WithinSums` and `start`."""
-        documents, encoder = self._shards.take(np.arange(row["start"], row["end"])), self._encoder
-        vocabulary = vocabulary_of(encoder.tokenizer)
-        room = min(PASSAGE_TOKENS, encoder.max_tokens - vocabulary.num_specials)
-        rows, owners = window_starts(documents, _PASSAGES, room, vocabulary)
-        return {"start": row["start"], **asdict(WithinSums.of(encoder.embed_ids(rows), owners))}
+    room = min(PASSAGE_TOKENS, encoder.max_tokens - vocabulary.num_specials)
+    sums: WithinSums | None = None
+    with bar(total=split.num_documents, desc="covariance", unit="documents") as progress:
+        for start in range(0, split.num_documents, _BLOCK_DOCUMENTS):  # so that memory does not grow with the corpus
+            documents = split.take(np.arange(start, min(start + _BLOCK_DOCUMENTS, split.num_documents)))
+            rows, owners = window_starts(documents, _PASSAGES, room, vocabulary)
+            block = WithinSums.of(encoder.embed_ids(rows), owners)
+            sums = sums + block if sums else block
+            progress.update(block.documents)
+    assert sums is not None
+    return sums
 
 
 def write_whitened(encoder: TransformerEncoder, sums: WithinSums, folder: Path) -> None:

@@ -5,11 +5,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from declutr.cli import Parser
 from declutr.common.console.logs import setup_logging
-from declutr.common.console.terminal import refused, shorten
+from declutr.common.console.terminal import refused
 from declutr.common.errors import missing_extra
 from declutr.common.paths import expand, folder_problem, path_argument
 
@@ -210,7 +209,6 @@ def run_demo(arguments: list[str]) -> int:
     }
     write_json(folder / "summary.json", rows)
     print("", *table(rows), "", sep="\n", flush=True)
-    print(*neighbours(expand(settings.places[0]), Path(results["declutr"]["export"])), "", sep="\n")
     print(f"prepared in {prepared - started:.0f} s, total {time.monotonic() - started:.0f} s; {folder}/summary.json")
     print(f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})", flush=True)
     return 0
@@ -220,7 +218,6 @@ COLUMNS = (
     *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
     *("alignment", "uniformity", "effective_rank", "seconds"),
 )
-_EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL, _PASSAGE_CHARACTERS = 4, 2, 48, 400, 100
 
 
 def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
@@ -229,33 +226,3 @@ def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
     yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
     for name, scores in rows.items():
         yield f"{name:18s}" + "".join(f"{scores[column]:>{width}.3f}" for column, width in widths.items())
-
-
-def neighbours(data: Path, model: Path) -> Iterator[str]:
-    """A few held-out passages with the nearest passages of other documents."""
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-    from transformers import AutoTokenizer
-
-    from declutr.encoders.loading import load_encoder
-    from declutr.pipeline.shards.manifest import TOKENIZER
-    from declutr.pipeline.shards.shards import ShardSet, ragged
-
-    shards = ShardSet(data, "held-out")
-    rows: dict[str, Any] = {}
-    documents = shards.take(np.arange(min(_POOL, shards.num_documents)))
-    tokens, offsets = ragged(documents.column("tokens"))
-    tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER, trust_remote_code=False)
-    for number, source in enumerate(documents.column("source").to_pylist()):
-        passage = tokens[offsets[number] : offsets[number + 1]][:_PASSAGE_TOKENS]
-        rows.setdefault(tokenizer.decode(passage.tolist()).strip(), source)
-    texts = list(rows)
-    embeddings = F.normalize(torch.from_numpy(load_encoder(str(model)).encode(texts)), dim=-1)
-    scores = (embeddings @ embeddings.T).fill_diagonal_(-1)
-    yield "nearest neighbours among the openings of held-out documents"
-    for query in np.linspace(0, len(texts) - 1, _EXAMPLES).astype(int).tolist():
-        yield f"- {rows[texts[query]]}: {shorten(texts[query], _PASSAGE_CHARACTERS)}"
-        best = scores[query].topk(min(_NEIGHBOURS, len(texts) - 1))
-        for value, other in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            yield f"    {value:.2f}  {rows[texts[other]]}: {shorten(texts[other], _PASSAGE_CHARACTERS)}"

@@ -1,11 +1,10 @@
 """The page of a prepared corpus: its contents in figures and examples, and what they say before a training."""
 
 import math
-import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -18,24 +17,12 @@ from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, load_manifest
 from declutr.pipeline.shards.shards import check_shards
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
-from declutr.report.examples import SHOWN_CHARACTERS, Clusters, Example, find_clusters, kept_examples, rejected_examples
+from declutr.report.examples import SHOWN_CHARACTERS, Example, kept_examples, rejected_examples
 from declutr.report.page import REPORT, Role, share, write_page
-from declutr.report.survey import (
-    CONTAMINATED,
-    Lengths,
-    Matches,
-    Survey,
-    Tally,
-    TextSurvey,
-    group_sources,
-    survey,
-    survey_texts,
-    total,
-)
+from declutr.report.survey import CONTAMINATED, Lengths, Matches, Survey, Tally, TextSurvey, survey, survey_texts, total
 
 _SHOWN_NAMES = 20
 _SHOWN_SETS = 40
-_PASSES = 3
 _BATCH = 16
 """Documents of the paper's batch, and the default."""
 
@@ -51,8 +38,6 @@ class Content:
     manifest: Manifest
     survey: Survey
     """Sums over its ledgers."""
-    clusters: Clusters
-    """Clusters of duplicates."""
     kept: list[Example]
     """Examples of kept rows."""
     rejected: dict[str, list[Example]]
@@ -92,9 +77,15 @@ class Content:
         return sorted(rows, key=lambda row: (-row[2].read, row[0]))
 
     def sources(self) -> list[tuple[str, Tally]]:
-        """The sources with the most kept tokens, by folder where there are many, and the rest as one."""
+        """The sources with the most kept tokens, by top folder where there are many, and the rest as one."""
         sources = self.survey.sources
-        return sources.largest(group_sources(sources.by_name, _SHOWN_NAMES), _SHOWN_NAMES)
+        groups = {name: [tally] for name, tally in sources.by_name.items()}
+        if len(groups) > _SHOWN_NAMES:  # a corpus of a file a document would be twenty files, and "others"
+            groups = defaultdict(list)
+            for name, tally in sources.by_name.items():
+                folder, slash, _ = name.partition("/")
+                groups[folder + slash].append(tally)
+        return sources.largest({name: total(tallies) for name, tallies in groups.items()}, _SHOWN_NAMES)
 
     def languages(self) -> list[tuple[str, Tally]]:
         """Languages by kept tokens; empty when no language was determined."""
@@ -123,7 +114,7 @@ class Content:
 
     @property
     def limits(self) -> dict[int, str]:
-        """Meanings of the lengths in tokens that divide the bands, ascending; of equal ones the last."""
+        """Meanings of the lengths in tokens that have a line in the drawing, ascending; of equal ones the last."""
         geometry = self.manifest.geometry
         limits = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
         return dict(sorted((limits | {self.shortest: "shortest document kept"}).items()))
@@ -134,19 +125,6 @@ class Content:
         for status, lengths in self.survey.lengths.items():
             roles["kept" if status in SPLITS else "short" if status == TOO_SHORT else "dropped"].update(lengths)
         return roles
-
-    def bands(self) -> Iterator[tuple[str, list[int], int, int]]:
-        """Documents kept, too short and dropped otherwise between each two limits, and all documents and tokens."""
-        limits = list(self.limits)
-        for low, high in pairwise([0, *limits, sys.maxsize]):
-            name = f"{low:,} to {high - 1:,}" if low and high < sys.maxsize else f"{low:,} and more"
-            parts = [
-                {length: number for length, number in lengths.items() if low <= length < high}
-                for lengths in self.lengths().values()
-            ]
-            documents = [sum(part.values()) for part in parts]
-            tokens = sum(length * number for part in parts for length, number in part.items())
-            yield name if low else f"under {high:,}", documents, sum(documents), tokens
 
 
 def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
@@ -172,7 +150,6 @@ def gather(folder: Path) -> Content:
         prepared=datetime.fromtimestamp(int((folder / MANIFEST).stat().st_mtime), UTC),
         manifest=manifest,
         survey=sums,
-        clusters=find_clusters(folder, sums),
         kept=kept_examples(folder, manifest),
         rejected=rejected_examples(folder, sums),
         statuses=sums.statuses.by_name,

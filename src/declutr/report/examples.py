@@ -21,7 +21,7 @@ from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import REJECTED, Entry, entries_at
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.report.survey import I64, Survey, unit_and_ordinal
+from declutr.report.survey import Survey
 
 SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4
@@ -140,45 +140,3 @@ def _rejected_texts(folder: Path, entries: Mapping[tuple[int, int], Entry]) -> d
                     if drawn := places.get((row["source"], row["offset"])):
                         texts[drawn] = row["text"][:SHOWN_CHARACTERS]
     return texts
-
-
-_SHOWN_CLUSTERS = 8
-_SHOWN_COPIES = 4
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A kept document and the first of its removed copies. `kept` is None where the ledger has no such row."""
-
-    size: int
-    """Number of documents, including the kept one."""
-    kept: Entry | None
-    copies: list[Entry]
-
-
-@dataclass(frozen=True)
-class Clusters:
-    """All clusters of a corpus, and the largest ones in full."""
-
-    sizes: I64
-    """`(num_clusters,)` documents of each, at least 2."""
-    largest: list[Cluster]
-
-
-def find_clusters(folder: Path, survey: Survey) -> Clusters:
-    """Groups the removed duplicates by the document that is kept instead of them."""
-    copies, kept = survey.copies
-    places, groups, counts = np.unique(kept, return_inverse=True, return_counts=True)
-    largest = np.argsort(-counts, kind="stable")[:_SHOWN_CLUSTERS]
-    members = {int(group): copies[groups == group][:_SHOWN_COPIES].tolist() for group in largest}
-    all_places = [*places[largest].tolist(), *(place for group in members.values() for place in group)]
-    entries = entries_at(folder, map(unit_and_ordinal, all_places))
-    clusters = [
-        Cluster(
-            size=int(counts[group]) + 1,
-            kept=entries.get(unit_and_ordinal(int(places[group]))),
-            copies=[entries[unit_and_ordinal(place)] for place in members[int(group)]],
-        )
-        for group in largest
-    ]
-    return Clusters(counts.astype(np.int64) + 1, clusters)

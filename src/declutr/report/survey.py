@@ -1,6 +1,6 @@
 """Sums over a prepared corpus, read once in batches: its ledgers, and of short texts also its shards.
 
-Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of sources.
+Memory grows with the number of sources alone, up to a limit.
 """
 
 import re
@@ -17,17 +17,14 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.errors import ShardError
-from declutr.pipeline.readers.corpus import bare_suffix
 from declutr.pipeline.shards.content import LABELS, MEDIA_KINDS
 from declutr.pipeline.shards.ledger import ledger_batches
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 
 EXAMPLES_A_REASON = 3
-_KEPT_COPY = r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept"
 _MATCH = re.compile(r"(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)", re.DOTALL)
 """Form in which pipeline/filters/document_filter.py writes it."""
-_PLACE_SHIFT = 40
 _ROWS = 10_000
 CONTAMINATED = "contaminated"
 """Reason to drop documents that share text with an evaluation set."""
@@ -93,42 +90,6 @@ class Tallies:
         return ranked[:limit] + ([(f"({num_left:,} others)", rest)] if num_left else [])
 
 
-_STEP = re.compile(r"[/!]")
-"""Separators of folders, and of an archive and its member."""
-
-
-def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
-    """The sources themselves if there are at most `limit`, otherwise sums over common folders.
-
-    The sums are named `folder/ (n files)`, `*.txt (n files)` or as a single file. There are more than `limit` only
-    where there are more top folders.
-    """
-    if len(sources) <= limit:
-        return sources
-    ends = {name: [match.start() for match in _STEP.finditer(name)] for name in sources}
-
-    def cut(name: str, steps: int) -> str:
-        """The source up to its step of this number, of its folders and its last name."""
-        return name[: ends[name][steps - 1]] if len(ends[name]) >= steps else name
-
-    depths = range(max(map(len, ends.values())) + 1, 0, -1)
-    steps = next((steps for steps in depths if len({cut(name, steps) for name in sources}) <= limit), 0)
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in sources:
-        beginning = cut(name, steps or 1)
-        if beginning != name:
-            beginning += "/"
-        elif not steps:
-            beginning = f"*{bare_suffix(name)}"
-        groups[beginning].append(name)
-    sums: dict[str, Tally] = {}
-    for beginning, names in groups.items():
-        alone = len(names) == 1 and not beginning.endswith("/")
-        label = names[0] if alone else f"{beginning} ({len(names):,} file{'s' * (len(names) > 1)})"
-        sums[label] = total(sources[name] for name in names)
-    return sums
-
-
 class Lengths(Counter[int]):
     """Numbers of documents or texts by length in tokens, pixels or frames."""
 
@@ -175,14 +136,6 @@ class Survey:
     """Matches by evaluation set; notes of another form count under the empty name."""
     drawn: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     """Rejected documents drawn as examples, by reason: key, unit and ordinal; the smallest keys win."""
-    _copies: list[I64] = field(default_factory=list)
-    _kept_places: list[I64] = field(default_factory=list)
-
-    @property
-    def copies(self) -> tuple[I64, I64]:
-        """`(n,)` places of removed duplicates, and of the documents kept instead of them; see `unit_and_ordinal`."""
-        empty = [np.empty(0, np.int64)]
-        return np.concatenate(self._copies or empty), np.concatenate(self._kept_places or empty)
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int) -> None:
         """Adds rows of a unit's ledger, from ordinal `start` on."""
@@ -195,9 +148,7 @@ class Survey:
         for code, name in enumerate(statuses.dictionary.to_pylist()):
             self.lengths[name].add(sizes[measured & (codes == code)])
             if name not in SPLITS:
-                rows = np.flatnonzero(codes == code)
-                self._draw(name, unit, start + rows)
-                self._link(batch.column("detail").take(pa.array(rows)), unit, start + rows)
+                self._draw(name, unit, start + np.flatnonzero(codes == code))
 
     def _count(self, batch: pa.RecordBatch) -> None:
         columns = tally_columns(batch)
@@ -225,21 +176,6 @@ class Survey:
         best = np.argsort(keys, kind="stable")[:EXAMPLES_A_REASON]
         drawn = [(int(keys[place]), unit, int(ordinals[place])) for place in best]
         self.drawn[reason] = sorted(self.drawn.get(reason, []) + drawn)[:EXAMPLES_A_REASON]
-
-    def _link(self, details: pa.Array, unit: int, ordinals: I64) -> None:
-        """Records which document is kept instead of a removed duplicate."""
-        copies = pc.extract_regex(details, _KEPT_COPY)
-        valid = np.flatnonzero(copies.is_valid().to_numpy(zero_copy_only=False))
-        if len(valid):
-            kept = copies.take(pa.array(valid))
-            units, places = (kept.field(name).cast(pa.int64()).to_numpy() for name in ("unit", "ordinal"))
-            self._copies.append((unit << _PLACE_SHIFT) + ordinals[valid])
-            self._kept_places.append((units << _PLACE_SHIFT) + places)
-
-
-def unit_and_ordinal(place: int) -> tuple[int, int]:
-    """Unit and ordinal of a place in `Survey.copies`."""
-    return place >> _PLACE_SHIFT, place & ((1 << _PLACE_SHIFT) - 1)
 
 
 def survey(folder: Path, manifest: Manifest) -> Survey:
