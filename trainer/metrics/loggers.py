@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -180,6 +179,8 @@ class _Stored(msgspec.Struct, frozen=True):
 def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], settings: dict[str, Any]) -> Iterator[Log]:
     """Weights & Biases: a run in its folder `wandb` in the folder of the run, and at the server in mode online.
 
+    The package has a process of its own, because it hooks `sys.exit` and delays the end of its process.
+
     Args:
         config: settings of W&B.
         folder: folder of the run.
@@ -223,13 +224,17 @@ def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], setti
             process.stdin.write(json.dumps(arguments).encode() + b"\n")
             yield partial(_send, process.stdin)
             process.stdin.close()
-            if process.wait():
+            if process.wait(_END_SECONDS):
                 raise BrokenPipeError
+        except subprocess.TimeoutExpired:
+            raise OSError(f"its server did not take the last lines in {_END_SECONDS:g} s") from None
         except BrokenPipeError:
             process.wait()
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             raise OSError(lines[-1] if lines else f"its process {process.pid} has ended") from None
+        finally:
+            process.kill()  # the package waits for its server when a process ends: minutes for one that is gone
 
 
 def _send(pipe: IO[bytes], line: Mapping[str, Any]) -> None:
@@ -237,38 +242,15 @@ def _send(pipe: IO[bytes], line: Mapping[str, Any]) -> None:
     pipe.flush()
 
 
-def pass_on() -> int:
-    """Passes lines on standard input to W&B until it ends, and ends at most some seconds later; returns the status.
-
-    It is a process of its own, because W&B hooks `sys.exit` and waits for its server when a process ends: for minutes
-    if the server is gone. The first line has the arguments of `wandb.init`.
-    """
-    lines = queue.Queue[Any](_MOST_WAITING)
-
-    def read() -> None:
-        for raw in sys.stdin:
-            if lines.full():
-                _end(f"{_MOST_WAITING} lines wait for its server")
-            lines.put(json.loads(raw))
-        lines.put(None)
-        time.sleep(_END_SECONDS)
-        _end(f"its server did not take the last lines in {_END_SECONDS:g} s")
-
-    threading.Thread(target=read, daemon=True).start()
-    arguments = lines.get()
+def pass_on() -> None:
+    """Passes lines of standard input to W&B until it ends; the first line has the arguments of `wandb.init`."""
+    arguments = json.loads(sys.stdin.readline())
     import wandb
 
     run = wandb.init(**arguments | {"settings": wandb.Settings(**arguments["settings"])}, resume="allow")
-    while (line := lines.get()) is not None:
+    for line in map(json.loads, sys.stdin):
         run.log(tags(line), step=line["step"])
     run.finish()
-    return 0
-
-
-def _end(reason: str) -> None:
-    sys.stderr.write(f"{reason}\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 class ProgressBar(Watcher):
@@ -320,4 +302,4 @@ class ProgressBar(Watcher):
 
 
 if __name__ == "__main__":
-    sys.exit(pass_on())
+    pass_on()

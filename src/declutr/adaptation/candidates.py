@@ -38,13 +38,13 @@ CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
 _BETWEEN = {f"trained, {part:.0%} of the way": part for part in (0.25, 0.5, 0.75)}
 """Part of the way from the start's weights to the trained ones, by name. An interpolation costs no more than the
 training that it needs, and changes the encoder less."""
-ORDER = (CLOSED, *_BETWEEN, TRAINED, BOTH)
+ORDER = (CLOSED, *_BETWEEN, TRAINED, BOTH)  # by cost: the choice takes the cheapest that no dearer one exceeds
 """All candidates."""
 POWER, SHRINKAGE = 0.25, 0.1
 """Power of the covariance, of which 0.5 whitens completely, and weight of the identity beside it."""
 _PASSAGES = 4
 """Passages of a document that the covariance is computed from, spread evenly over it."""
-_PASSES = 10
+_PASSES = 10  # more were not measured
 """Passes over the training documents, if there is time."""
 _LEAST_STEPS = 20
 _STEP_COST = 3.75
@@ -109,7 +109,7 @@ class CandidateBuilder:
         if name not in (CLOSED, TRAINED):
             self.make(TRAINED, start, steps)
         run = self.folder / "run"
-        if name == TRAINED and not (run / EXPORT).is_dir():
+        if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
             pooling = start.encoder.config.pooling
             train(self.config.train_config(self.data, run, steps, pooling, self.address))
         with atomic_folder(place) as aside:
@@ -127,7 +127,7 @@ def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder
 
     An export of a training has the longest input that its positions allow, and no normalisation at the end.
     """
-    ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []
+    ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []  # an export has none
     write_transformer(replace(trained, max_tokens=start.max_tokens, prompts=start.prompts), ends, folder)
 
 
@@ -141,7 +141,7 @@ def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: 
         for before, after in pairs:
             for weight, end in zip(before.parameters(), after.parameters(), strict=True):
                 end.copy_(torch.lerp(weight, end, part))
-    write_transformer(trained, [], folder)
+    write_transformer(trained, [], folder)  # its own layers hold the interpolated weights
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class WithinSums:
             embeddings: `(S, D)` embeddings of spans.
             owners: `(S,)` number of the document of each span, within the block.
         """
-        unit = unit_rows(embeddings.astype(np.float64))
+        unit = unit_rows(embeddings.astype(np.float64))  # as they are compared: by cosine
         _, rows, counts = np.unique(owners, return_inverse=True, return_counts=True)
         means = np.zeros((len(counts), unit.shape[1]))
         np.add.at(means, rows, unit)
@@ -191,19 +191,19 @@ def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKA
         UsageError: no document has two spans, or the spans of each document have the same embedding.
     """
     degrees = sums.spans - sums.documents
-    if degrees < 1:
+    if degrees < 1:  # a document of one span has no spread
         raise UsageError(
             f"{sums.documents:,} documents with one span each: the covariance within documents needs two spans of a "
             "document; use longer documents or shorter spans"
         )
     values, vectors = np.linalg.eigh(sums.scatter / degrees)
     mean = float(values.mean())
-    if not mean > 1e-12:
+    if not mean > 1e-12:  # also if it is not a number
         raise UsageError(
             f"the {sums.spans:,} spans of {sums.documents:,} documents have the same embedding as the others of their "
             "document: there is nothing to whiten; check that the documents are not empty or repeated text"
         )
-    shrunk = (np.maximum(values, 0.0) / mean + shrinkage) / (1 + shrinkage)
+    shrunk = (np.maximum(values, 0.0) / mean + shrinkage) / (1 + shrinkage)  # rounding makes zeros negative
     matrix: F64 = (vectors * shrunk**-power) @ vectors.T
     return matrix
 
@@ -232,7 +232,7 @@ def window_starts(
     owners: list[int] = []
     for document in range(len(documents)):
         starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
-        length = min(int(starts[1] - starts[0]), max_content)
+        length = min(int(starts[1] - starts[0]), max_content)  # a document's last window may be longer
         chosen = starts[np.linspace(0, len(starts) - 1, min(count, len(starts))).round().astype(np.int64)]
         for start in (offsets[document] + chosen).tolist():
             rows.append([*before, *tokens[start : start + length].tolist(), *after])
@@ -291,7 +291,7 @@ def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values,
         inside = fold_of[passages.owners] == fold
         matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]))
         fold_documents = np.flatnonzero(fold_of == fold)
-        part = _of_documents(passages, fold_documents)
+        part = _of_documents(passages, fold_documents)  # else start and candidate would search other documents
         for values, fold_rows in ((before, rows[inside]), (after, rows[inside] @ matrix)):
             unit = unit_rows(fold_rows)
             values[fold_documents] = part.distant((unit @ unit.T).astype(np.float32))

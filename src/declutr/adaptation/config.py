@@ -20,7 +20,7 @@ from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.setup.config import TrainConfig
 
-PASSAGE_TOKENS = 62
+PASSAGE_TOKENS = 62  # two fewer than a window of the shards, for the special tokens
 """Tokens of a passage without special ones."""
 WINDOW_TOKENS = 64
 """Tokens of a window of the shards, `geometry.max_tokens` of `configs/adapt.yaml`."""
@@ -28,7 +28,7 @@ FAR_TOKENS = PASSAGE_TOKENS + 96
 """Tokens between the starts of two passages of which one must find the other."""
 LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
 """Tokens of the shortest document with two such passages: 256, because passages start with windows."""
-HELD_OUT = 0.4
+HELD_OUT = 0.4  # so that 500 documents give the 100 test rows of an interval
 """Share of the documents that is not trained on: half of it chooses, the other half reports."""
 BATCH_DOCUMENTS = 64
 STATE = "state.json"
@@ -83,7 +83,7 @@ class AdaptConfig(Strict):
             "output": str(output),
             "corpus": {"kind": "files", "paths": self.corpus, "format": self.format, "text_field": field},
             "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
-            "validation_fraction": HELD_OUT,
+            "validation_fraction": HELD_OUT,  # half of it chooses, half reports
             "session": {"address": address},
             "seed": self.seed,
         }
@@ -117,7 +117,7 @@ class AdaptConfig(Strict):
 class State(Strict):
     """What an adaptation remembers of all starts of the command; every change is written at once."""
 
-    model_config = ConfigDict(frozen=False)
+    model_config = ConfigDict(frozen=False)  # it changes during an adaptation, and is written at each change
 
     config: AdaptConfig
     start: str | None = None
@@ -143,7 +143,7 @@ class State(Strict):
 
     def decide_steps(self, steps: int) -> None:
         """Keeps the number of steps for later starts; 0 is decided again, because there may be more minutes then."""
-        self.write(steps=steps or None)
+        self.write(steps=steps or None)  # of no steps nothing is kept, as more minutes may come
 
     def begin(self, start: str) -> None:
         """Keeps the fingerprint of the start.
@@ -160,7 +160,7 @@ class State(Strict):
 
     def look(self, what: str) -> int:
         """Counts a look at the test documents, and returns the number of looks. The same look again counts once."""
-        self.write(looks=list(dict.fromkeys([*self.looks, what])))
+        self.write(looks=list(dict.fromkeys([*self.looks, what])))  # the same test again is no new chance to be lucky
         return len(self.looks)
 
     def write(self, **changes: object) -> None:
@@ -195,4 +195,4 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     try:
         yield state
     finally:
-        state.write()
+        state.write()  # also after a failure: --minutes counts the time of all starts

@@ -99,7 +99,7 @@ def adapt(
                 "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
                 "its tokenizer.json"
             )
-        state.begin(start.fingerprint)
+        state.begin(start.fingerprint)  # candidates in the folder are of this encoder
         return _Adaptation(config, output, address, state, start, pairs).run()
 
 
@@ -175,7 +175,7 @@ class _Adaptation:
         if test.num_rows < MIN_ROWS:
             return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
         development = self._development(sets["development"])
-        candidates = [name for name in ORDER if name in development]
+        candidates = [name for name in ORDER if name in development]  # not the start: the verdict alone says "better"
         chosen = choose(candidates, development, self.primary, self.config.seed)
         return self._judged(test, candidates, chosen)
 
@@ -218,11 +218,11 @@ class _Adaptation:
         if self.config.steps == 0:
             return 0
         if decided := self.config.steps or self.state.steps:
-            self.state.decide_steps(decided)
+            self.state.decide_steps(decided)  # once, as a run in the folder refuses other steps
             return decided
         timed_ids = test.passages.ids[:_TIMED_PASSAGES]
         began = time.monotonic()
-        self.start.embed_ids(timed_ids)
+        self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
         steps = steps_within(self.state.seconds_left, rate, documents)
         self.state.decide_steps(steps)
@@ -236,6 +236,7 @@ class _Adaptation:
     def _judged(self, test: TestSet, candidates: Sequence[str], chosen: str) -> Result:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
+        # counted before the scores: a stop after them is a look, too
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
         encoders = {name: self.builder.load(name) for name in candidates}
         start = self._scored(test, self.start)
@@ -245,7 +246,7 @@ class _Adaptation:
         rows = [Row.of(_START, "start", start, start, seed)]
         rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
         rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
-        verdict = judge(start, values[chosen], self.primary, seed)
+        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
         examples = _examples(test, self.start, encoders[chosen])
         return self._finish(verdict, chosen, encoders[chosen], rows, looks, examples)
 
@@ -267,7 +268,8 @@ class _Adaptation:
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         self.builder.make(CLOSED, self.start, 0)
         verdict = judge(start, values, DISTANT, seed)
-        return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [])
+        encoder = self.builder.load(CLOSED)  # fitted on the training split, not on a fold
+        return self._finish(verdict, CLOSED, encoder, rows, looks, [])
 
     def _finish(
         self,
@@ -302,7 +304,7 @@ class _Adaptation:
                 shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
                 write_text(aside / CARD, adapted_card(self.config, result, encoder))
         elif place.exists():
-            shutil.rmtree(place)
+            shutil.rmtree(place)  # of an earlier verdict; a folder that looks like a result would be used
         write_result(result, self.output)
         page = self.output / REPORT
         if lack := missing_extra("report", f"{page} is not written"):
@@ -334,7 +336,7 @@ class _Adaptation:
         if path.is_file():
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         scores = test.encoder(encoder)
-        write_json(path, _plain(scores))
+        write_json(path, _plain(scores))  # scoring takes minutes, and a later start needs it again
         return scores
 
     def _keep(self, split: str, scored: dict[str, Values]) -> None:

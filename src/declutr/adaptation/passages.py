@@ -103,7 +103,7 @@ def _read(config: PipelineConfig, ids: set[bytes]) -> dict[bytes, str]:
 
 _PASSAGES = 8
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
-_MOST_WORDS, _MOST_HEADINGS = 20, 8
+_MOST_WORDS, _MOST_HEADINGS = 20, 8  # words of a heading; headings of a document that search
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Passages:
         hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
         for gallery in self.galleries:
             own = gallery[self.owners]
-            far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS
+            far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS  # nearer passages share words
             table = scores[:, gallery]
-            best = ahead(table, scores[np.arange(len(own)), own], tie=1.0) == 1
+            best = ahead(table, scores[np.arange(len(own)), own], tie=1.0) == 1  # else one point for all scores 1
             np.add.at(hits, self.owners, best & far)
             np.add.at(pairs, self.owners, far)
         with np.errstate(invalid="ignore"):
@@ -193,7 +193,7 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     parts = [_headings(text) for text in documents]
     common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
     engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    engine.no_truncation()
+    engine.no_truncation()  # passages are cut here, from the whole document
     engine.no_padding()
     before, after = _specials(engine)
     texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
@@ -210,7 +210,7 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
             texts.append(body[encoded.offsets[start][0] : encoded.offsets[end - 1][1]])
             owners.append(number)
             starts.append(start)
-        own = [heading for heading in dict.fromkeys(headings) if common[heading.lower()] == 1]
+        own = [heading for heading in dict.fromkeys(headings) if common[heading.lower()] == 1]  # else two answers
         queries += own[:_MOST_HEADINGS]
         targets += [number] * len(own[:_MOST_HEADINGS])
         number += 1

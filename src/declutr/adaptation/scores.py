@@ -62,7 +62,7 @@ class TestSet:
         """Hash of the passages, and of the queries of this split with their texts."""
         pairs, places = self.pairs, self.own.tolist()
         queries = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in places]
-        return hash_json([self.passages.texts, queries, pairs and pairs.texts])
+        return hash_json([self.passages.texts, queries, pairs and pairs.texts])  # an edit of a text is another test
 
     @cached_property
     def _pairs_lexicon(self) -> Lexicon:
@@ -130,7 +130,7 @@ def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
     """Differences of two candidates by measure; documents without headings are no rows of that measure."""
     comparisons = {}
     for name in (name for name in before if name in after):
-        rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)
+        rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)  # a draw of others would have no score
         comparisons[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
     return comparisons
 
