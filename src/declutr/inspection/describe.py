@@ -28,7 +28,7 @@ from declutr.trainer.checkpoints.ranking import kept
 from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, read_settings
 from declutr.trainer.metrics.metrics import read_metrics
 
-_SHOWN_CHARACTERS, _SHOWN_OF_LABEL = 160, 80
+_SHOWN_CHARACTERS, _SHOWN_OF_LABEL = 160, 80  # at most as many tokens are decoded: a document may be long
 _FILE = "tokenizer.json"
 
 
@@ -59,7 +59,7 @@ def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
 
         slow = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
         return lambda ids: str(slow.decode(ids)).strip()
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # transformers takes longer to load than a look at shards
 
     fast = Tokenizer.from_file(str(file))
     return lambda ids: str(fast.decode(list(ids), skip_special_tokens=False)).strip()
@@ -99,7 +99,7 @@ def locate(folder: Path, document: str) -> Iterator[str]:
     count = 0
     for unit, ordinal, entry in find_entries(folder, document):
         count += 1
-        if count > _SHOWN:
+        if count > _SHOWN:  # an id may be short, and a source may hold millions
             yield f"... and more; only {_SHOWN} are shown"
             return
         yield f"Document {entry.id.hex() if entry.id else '(without an id)'}: {entry.source} at {entry.offset}"
@@ -125,7 +125,7 @@ def locate(folder: Path, document: str) -> Iterator[str]:
         yield from text_lines(folder, shards, [number]) if manifest.tokenizer else media_lines(shards, [number])
     if not count:
         parts = document.split("/")
-        tails = ("/".join(parts[start:]) for start in range(1, len(parts)))
+        tails = ("/".join(parts[start:]) for start in range(1, len(parts)))  # as typed from outside the folder
         shorter = next((tail for tail in tails if any(find_entries(folder, tail))), "")
         near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
         raise UsageError(
@@ -177,10 +177,10 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
         yield f"  tokenizer: {made_by}"
-    problems = check_shards(path, full=True)
+    problems = check_shards(path, full=True)  # reads every byte
     yield from (f"  PROBLEM: {problem}" for problem in problems)
     yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"
-    if problems or not num_documents:
+    if problems or not num_documents:  # rows of damaged shards may be anything
         return
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(int).tolist()
@@ -250,7 +250,9 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     steps = checkpoint.steps_in(folder)
     seen = [_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps]
     rows = [row for row in seen if row is not None]
-    why = kept({row.step: row.scores.get(score) for row in rows if row.broken is None}, config.checkpoint)
+    why = kept(
+        {row.step: row.scores.get(score) for row in rows if row.broken is None}, config.checkpoint
+    )  # by its own rules
     return [replace(row, kept=why.get(row.step, [])) for row in rows]
 
 
@@ -260,13 +262,13 @@ def _row(path: Path, step: int, now: float, verify: bool) -> CheckpointRow | Non
         files = [file.stat() for file in path.iterdir() if file.is_file()]
     except FileNotFoundError:
         return None
-    age = round(now - max(file.st_mtime for file in files), 1) if files else None
+    age = round(now - max(file.st_mtime for file in files), 1) if files else None  # of the end of its save
     size = sum(file.st_size for file in files)
     try:
         state = checkpoint.read_state(path, verify)
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{path}: ").splitlines()[0]
-        return CheckpointRow(step, reason, age, size) if path.is_dir() else None
+        return CheckpointRow(step, reason, age, size) if path.is_dir() else None  # else deleted while it was read
     return CheckpointRow(step, None, age, size, state.documents, state.world_size, state.skipped, state.scores)
 
 

@@ -19,7 +19,7 @@ from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.run import run_folder, training_split, with_geometry
 from declutr.trainer.setup.config import TaskSettings, TrainConfig
 
-_MOST_READS = 10**7
+_MOST_READS = 10**7  # positions of a row are listed in memory, and `steps=N` may be anything
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         f"{key} = {place} is an address, which is not opened: declutr copy {place} FOLDER, then {remedy[name]}"
         for name, task in settings.items()
         for key, place in task.keyed_places.items()
-        if is_remote(place)
+        if is_remote(place)  # a question about a run must not fetch a corpus
     ]
     shards = dict[str, ShardSet]()
     for name, task in settings.items():
@@ -137,7 +137,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
             )
     if problems:
         raise UsageError("\n".join(problems))
-    folder = path if path.is_dir() else run_folder(config.run, config.cache)
+    folder = path if path.is_dir() else run_folder(config.run, config.cache)  # of an address, the copy of this host
     config = with_geometry(config, folder, {name: shard_set.manifest for name, shard_set in shards.items()})
     tasks = {
         name: TaskOrder(task, shards[name], task.plan(shards[name].sizes), config.encoder)

@@ -31,7 +31,7 @@ from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.objectives.declutr.spans import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 
-_NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())
+_NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())  # of images and clips
 _ANY_LENGTH = 2**30
 
 
@@ -101,8 +101,8 @@ class StepReader:
             if only is not None and number not in only:
                 continue
             row, in_epoch = np.array([number], np.int64), np.array([epoch], np.int64)
-            origin = self.task.shards.take(row)
-            table = fetched(self.task.shards, row, in_epoch, getattr(self.collator, "fetch", None))
+            origin = self.task.shards.take(row)  # workers get no source
+            table = fetched(self.task.shards, row, in_epoch, getattr(self.collator, "fetch", None))  # or mixed
             batch = self.collator.collate(table, in_epoch)
             fields = (origin[name][0].as_py() for name in ("id", "source", "offset"))
             identity, source, offset = fields
@@ -146,7 +146,7 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
     """
     from transformers import AutoConfig, AutoModelForMaskedLM
 
-    local = run / EXPORT if (run / EXPORT / "config.json").is_file() else None
+    local = run / EXPORT if (run / EXPORT / "config.json").is_file() else None  # it has the positions of the run
     if local is None and encoder.pretrained is not None and expand(encoder.pretrained).is_dir():
         local = expand(encoder.pretrained)
     try:
@@ -200,7 +200,7 @@ def step_lines(
             within += f" ({', '.join(_by_corpus(task, epochs, numbers))})"
         yield f"{head}{task.settings.objective.kind}, {within}, seed {task.settings.seed}", True
         for row in reader.rows(step, chosen_rows):
-            digest = (digest + row.batch.spans.digest()) % DIGEST
+            digest = (digest + row.batch.spans.digest()) % DIGEST  # a sum, so that any split over workers gives it
             for line in row_lines(reader, row, limit):
                 yield line, True
         if chosen_rows is None:

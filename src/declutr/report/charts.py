@@ -117,7 +117,7 @@ def draw_histogram(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel(axis)
-    highest = max(1.0, float(below.max()))
+    highest = max(1.0, float(below.max()))  # of an empty corpus
     axes.set_ylim(0, highest * (1.08 + 0.1 * len(marks)))
     middle = math.sqrt(edges[0] * edges[-1])
     box = {"facecolor": COLOURS["ground"], "edgecolor": "none", "pad": 1}  # hides the line of another mark
@@ -150,7 +150,7 @@ def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence
             axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         # a single point has no line
         axes.plot(x, y, color=colour, linewidth=1.4, marker="o" if len(x) == 1 else None, markersize=3)
-    left, right = axes.get_xlim()
+    left, right = axes.get_xlim()  # lines of alarms must not widen the axis
     for step in alarms:
         axes.axvline(step, color=COLOURS["failed"], linewidth=1, linestyle=(0, (3, 3)))
     axes.set_xlim(left, right)
@@ -195,17 +195,17 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 def _svg(figure: Figure, name: str) -> Markup:
     """The figure as an element of a page. The name is part of its ids, so that they are unique and always the same."""
     stream = StringIO()
-    with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):  # else ids are random; texts stay texts
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})  # equal runs, equal bytes
     text = stream.getvalue()
     root = ElementTree.fromstring(text)
     used = set(re.findall(r"#([\w-]+)", text))
     for element in root.iter():
         for child in [*element]:
-            if child.tag.rpartition("}")[2] in ("metadata", "style"):
+            if child.tag.rpartition("}")[2] in ("metadata", "style"):  # the policy forbids a style
                 element.remove(child)
         element.attrib |= dict(_attributes(element.attrib.pop("style", "")))
-        if element.get("id") not in used:
+        if element.get("id") not in used:  # other figures have the same ones
             element.attrib.pop("id", None)
         if "d" in element.attrib:
             element.set("d", " ".join(element.attrib["d"].split()))

@@ -199,7 +199,7 @@ def _obstacles(content: Content) -> Iterator[str]:
     totals, noun = content.manifest.totals, content.noun
     if totals["kept_train"] < _BATCH:
         yield f"{totals['kept_train']:,} training {noun} are less than a batch of {_BATCH}; add more"
-    if totals["kept_held_out"] < 2 * MIN_ROWS:
+    if totals["kept_held_out"] < 2 * MIN_ROWS:  # one half chooses a checkpoint, the other judges it
         yield (
             f"{totals['kept_held_out']:,} held-out {noun} do not show whether training helped, which needs "
             f"{2 * MIN_ROWS}; increase validation_fraction or add {noun}"

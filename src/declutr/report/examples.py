@@ -61,7 +61,7 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
     media = manifest.tokenizer is None
     examples = _KEPT_PICTURES if media else _KEPT_EXAMPLES
     drawn = seeding.unit(seeding.words(int(manifest.config.get("seed", 0)), "report", zero, zero, examples))[0]
-    rows = np.unique(np.floor(drawn * number).astype(np.int64))
+    rows = np.unique(np.floor(drawn * number).astype(np.int64))  # in corpus order, and a row once
     if media:
         return [
             Example(row["source"], row["offset"], None, None, None, row["label"], thumbnail(row))
@@ -93,14 +93,14 @@ def thumbnail(row: dict[str, Any]) -> str | None:
 
     try:
         if "image" in row:
-            with Image.open(BytesIO(row["image"]), formats=["PNG"]) as opened:
+            with Image.open(BytesIO(row["image"]), formats=["PNG"]) as opened:  # no other decoder sees these bytes
                 picture = opened.convert("RGB")
             picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
         else:
             frames = np.asarray(row["frames"], np.float64).reshape(row["num_frames"], -1)
             picture = Image.fromarray(_grey(frames)).resize((2 * THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
         encoded = BytesIO()
-        Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(encoded, "PNG")
+        Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(encoded, "PNG")  # pixels alone, no metadata
     except (Image.DecompressionBombError, *PILLOW_ERRORS):
         return None
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
@@ -109,7 +109,7 @@ def thumbnail(row: dict[str, Any]) -> str | None:
 def _grey(frames: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Energies `(num_frames, num_mel_bins)` as an image with time to the right and low bands below."""
     low, high = float(frames.min()), float(frames.max())
-    scaled = (frames - low) / max(high - low, 1e-9) * 255
+    scaled = (frames - low) / max(high - low, 1e-9) * 255  # energies may be equal
     return np.ascontiguousarray(scaled.T[::-1].astype(np.uint8))
 
 
@@ -134,7 +134,7 @@ def _rejected_texts(folder: Path, entries: Mapping[tuple[int, int], Entry]) -> d
         places_of[place[0]][entry.source, entry.offset] = place
     for unit, places in places_of.items():
         path = folder / REJECTED / f"{unit:05d}.jsonl.gz"
-        if path.exists():
+        if path.exists():  # without `write_rejected` there is none
             with gzip.open(path, "rb") as stream:
                 for row in map(json.loads, stream):
                     if drawn := places.get((row["source"], row["offset"])):

@@ -50,7 +50,7 @@ def write_page(path: Path, template: str, title: str, pictures: bool = False, **
     from markupsafe import Markup
 
     style = (files(__package__) / "style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # the policy permits this style alone
     images = "img-src data:; " if pictures else ""
     policy = f"default-src 'none'; {images}style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     page = _environment().get_template(template)
@@ -61,7 +61,7 @@ def shown(value: Any) -> Any:
     """A value as a page has it: integers with thousands separators, None as a dash, hostile characters visible."""
     if value is None:
         return "–"
-    if hasattr(value, "__html__"):
+    if hasattr(value, "__html__"):  # Markup of ours
         return value
     return f"{value:,}" if isinstance(value, int) else visible(str(value))
 
@@ -83,12 +83,12 @@ def _environment() -> "Environment":
 
     environment = Environment(
         loader=PackageLoader(__package__),
-        autoescape=True,
+        autoescape=True,  # jinja2 does not escape unless it is told to
         finalize=shown,
         undefined=StrictUndefined,  # a name that a template mistypes is an error and not an empty text
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=["jinja2.ext.do"],
+        extensions=["jinja2.ext.do"],  # templates append rows to tables
     )
     environment.globals.update(share=share, in_mib=in_mib, Label=Label)
     environment.globals["page"] = environment.get_template("macros.html").module

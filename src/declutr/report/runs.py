@@ -25,14 +25,14 @@ from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import REPORTED
 
 F64 = NDArray[np.float64]
-_MOST, _LARGEST = 10**15, 1e300
+_MOST, _LARGEST = 10**15, 1e300  # of a file; differences of larger numbers overflow
 _LAST_MOMENT = 2**32  # seconds since 1970
 _FAILURE = re.compile(r"^=== (\S+ \S+ \S+), after step (\d+): (.*)$", re.MULTILINE)
 _OPTIMIZER = ("lr", "grad_norm")
 _SPEED = ("tokens_per_second", "documents_per_second", "padding_share", "data_wait_share", "mfu", "peak_memory_mib")
 _BATCH = ("batch_uniformity", "batch_participation_ratio")
 _NOT_SHOWN = {"kind", "step", "time", "seconds", "skipped", "num_selected", "num_tokens", "flops", "loss"}
-_CORPUS_ROWS = re.compile(r"(^|_)corpus_\d+_rows$")
+_CORPUS_ROWS = re.compile(r"(^|_)corpus_\d+_rows$")  # they have a table of their own
 _MOST_CHARTS = 60  # names come from a file
 MEANING = {
     "lr": "learning rate",
@@ -179,15 +179,15 @@ def _sound(line: dict[str, Any]) -> dict[str, Any]:
 
 def _failures(folder: Path) -> Iterator[Event]:
     try:
-        text = (folder / FAILURES).read_text(encoding="utf-8", errors="replace")
+        text = (folder / FAILURES).read_text(encoding="utf-8", errors="replace")  # messages of any program
     except FileNotFoundError:
         return
     for moment, step, summary in _FAILURE.findall(text):
         try:
             when = datetime.strptime(moment, f"{MOMENT} %z").timestamp()
-        except (ValueError, OverflowError):
+        except (ValueError, OverflowError):  # a line that something else wrote
             when = 0.0
-        yield Event(when, "failure", int(step[-15:]), summary)
+        yield Event(when, "failure", int(step[-15:]), summary)  # int of very many digits is refused by Python
 
 
 def _logged(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
@@ -197,7 +197,7 @@ def _logged(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
             yield Event(line["time"], "alarm", line["step"], str(line.get("text")))
         elif line["kind"] == "start":
             workers = f"{line['workers']:g} worker(s)" if line.get("workers") else "training loop"
-            yield Event(line["time"], "start", line["step"] - 1, workers)
+            yield Event(line["time"], "start", line["step"] - 1, workers)  # the line follows the first step of a start
 
 
 def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -213,7 +213,7 @@ def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path
     for run in runs:
         try:
             orders[run.name] = read_order(run.folder)
-        except (UsageError, ConfigError, ShardError, OSError) as error:
+        except (UsageError, ConfigError, ShardError, OSError) as error:  # a run whose shards have gone has a page, too
             reasons.append(f"Without the length of the run: {run.name}: {str(error).splitlines()[0]}")
     hidden = {*_OPTIMIZER, *_SPEED, *_BATCH, *_NOT_SHOWN}
     losses = ["loss", *(name for name in _names(runs, "step") if name not in hidden and not _CORPUS_ROWS.search(name))]

@@ -152,7 +152,7 @@ class Survey:
 
     def _count(self, batch: pa.RecordBatch) -> None:
         columns = tally_columns(batch)
-        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")
+        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")  # ARCHIVE!MEMBER
         self.sources.add(top, columns)
         self.statuses.add(batch.column("status"), columns)
         self.languages.add(batch.column("language"), columns)
@@ -173,7 +173,7 @@ class Survey:
         """Draws examples of a reason: those with the smallest keys, each a function of seed, unit and ordinal."""
         units = np.full(len(ordinals), unit, np.uint64)
         keys = seeding.words(self.seed, "report", units, ordinals.astype(np.uint64), 1)[:, 0]
-        best = np.argsort(keys, kind="stable")[:EXAMPLES_A_REASON]
+        best = np.argsort(keys, kind="stable")[:EXAMPLES_A_REASON]  # so that memory does not grow with the rejected
         drawn = [(int(keys[place]), unit, int(ordinals[place])) for place in best]
         self.drawn[reason] = sorted(self.drawn.get(reason, []) + drawn)[:EXAMPLES_A_REASON]
 
