@@ -120,22 +120,8 @@ class StepReader:
         roles = [f"anchor [{start}, {end})" for start, end in anchors]
         roles += [f"{role}, unmasked" for role in roles] * self.collator.unmasked_anchors
         if self.collator.include_positives:
-            for anchor, its in zip(anchors, positives, strict=True):
-                roles += [f"positive [{positive[0]}, {positive[1]}) {relation(anchor, positive)}" for positive in its]
+            roles += [f"positive [{start}, {end})" for of_anchor in positives for start, end in of_anchor]
         return roles
-
-
-def relation(anchor: list[int], positive: list[int]) -> str:
-    """Position of a positive relative to its anchor, in the paper's terms."""
-    if positive[1] == anchor[0] or positive[0] == anchor[1]:
-        return "adjacent"
-    if positive[1] < anchor[0] or positive[0] > anchor[1]:
-        return "distant"
-    if anchor[0] <= positive[0] and positive[1] <= anchor[1]:
-        return "subsumed"
-    if positive[0] <= anchor[0] and anchor[1] <= positive[1]:
-        return "subsuming"
-    return "overlapping"
 
 
 def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
@@ -295,12 +281,9 @@ def _spans(reader: StepReader, row: ReadRow, limit: int | None) -> Iterator[str]
 
 
 def _clips(row: ReadRow) -> Iterator[str]:
-    """One line a clip: its patches, and the range of their values."""
+    """One line a clip: its patches."""
     spans = row.batch.spans
     assert isinstance(spans, PatchBatch)
     for number, values in enumerate(spans.values.split(spans.lengths.tolist())):
-        patches = values[1:]  # behind the CLS token
-        lowest, highest = float(patches.min()), float(patches.max())
-        size = patches.shape[1]
         role = f"; {row.roles[number]}" if row.roles else ""
-        yield f"  clip {number}: {len(patches):,} patches of {size:,} values from {lowest:g} to {highest:g}{role}"
+        yield f"  clip {number}: {len(values) - 1:,} patches of {values.shape[1]:,} values{role}"  # without CLS

@@ -182,7 +182,7 @@ def _problems(item: Item) -> Iterator[str]:
 
 def _axis_problems(axes: Axes) -> Iterator[str]:
     """Problems of axes without labels, or that share a label or a setting: their effects could not be told apart."""
-    axis_of, changed_by = dict[str, str](), dict[str, str]()
+    axis_of, changed_by = dict[str, str](), dict[str, str]()  # a label of two axes could be meant by neither
     for axis, labels in axes.items():
         if not labels:
             yield f"axes.{axis}: has no label"
@@ -191,7 +191,7 @@ def _axis_problems(axes: Axes) -> Iterator[str]:
                 yield f"axes.{axis}.{label}: the axis {axis_of[label]} has this label, too"
             for key in settings:
                 changed_by.setdefault(key, axis)
-                for varied, other in changed_by.items():
+                for varied, other in changed_by.items():  # a setting of two axes would have the value of the last
                     if other != axis and overlap(key, varied):
                         yield f"axes.{axis}.{label}.{key}: the axis {other} changes {varied}"
 

@@ -109,7 +109,7 @@ class ItemPlan:
         self._places |= {"$DECLUTR_WORK": self.work, START: encoder}
         self._words, self._keys = words, [word.partition("=")[0] for word in words]
         self._refuse_varied()
-        seeds = seeds or self.settings.seeds
+        seeds = seeds or self.settings.seeds  # the outer loop, so that a table has all cells soon
         runs = [
             self._planned(labels, source, seed)
             for seed in seeds
@@ -165,7 +165,7 @@ class ItemPlan:
         self, what: str, source: Prepared, section: str, model: type[Config], words: Sequence[str] = (), **own: Any
     ) -> Config:
         """The settings of a source with its own ones and the words of the command."""
-        keys = self._keys if words else []
+        keys = self._keys if words else []  # the start and shards keep their own values
         exclusive = [*model.alternatives] if {*model.alternatives} & {*keys} else []  # epochs replace steps
         replaced = tuple(f"{key}." for key in (*keys, *exclusive))
         values = {key: value for key, value in source.settings.items() if not f"{key}.".startswith(replaced)} | own
@@ -177,9 +177,9 @@ class ItemPlan:
 
     def _placed(self, config: Config) -> Config:
         """Settings with the variables of items replaced."""
-        text = json.dumps(config.model_dump(mode="json", exclude_unset=True))
+        text = json.dumps(config.model_dump(mode="json", exclude_unset=True))  # shards complete what is not set
         for variable, place in self._places.items():
-            text = text.replace(variable, json.dumps(str(place))[1:-1])
+            text = text.replace(variable, json.dumps(str(place))[1:-1])  # a place may have quotes
         return type(config).model_validate(json.loads(text))
 
     def _refuse_varied(self) -> None:
@@ -229,7 +229,7 @@ def made_from(config: TrainConfig) -> dict[str, Any]:
         UsageError: a file cannot be read.
     """
     validation, best = config.validation, config.export == "best"
-    values = flat_keys(config.resume_settings())
+    values = flat_keys(config.resume_settings())  # without folders, which may move
     for name, task in config.tasks().items():
         prefix = f"auxiliary_tasks.{name}." if name else ""
         values[f"{prefix}data (content)"] = [*map(_shards_content, task.places)]
@@ -246,7 +246,7 @@ def made_from(config: TrainConfig) -> dict[str, Any]:
 
 def _encoder_content(name: str) -> str:
     """Hash of an encoder's files; of a run, those of its export or else of its newest checkpoint, as it is loaded."""
-    place = expand(re.sub(r"^untrained(@\d+)?:", "", name))
+    place = expand(re.sub(r"^untrained(@\d+)?:", "", name))  # its configuration and tokenizer are files, too
     if (place / EXPORT).is_dir():
         place = place / EXPORT
     elif (place / CHECKPOINTS).is_dir() and (steps := steps_in(place / CHECKPOINTS)):
@@ -273,7 +273,7 @@ def _hashed(place: Path, files: tuple[tuple[Path, int, int], ...]) -> str:
 
 def _shards_content(place: str) -> str:
     """Hash of shards."""
-    if is_remote(place) or not (expand(place) / MANIFEST).is_file():
+    if is_remote(place) or not (expand(place) / MANIFEST).is_file():  # a plan opens no address
         return _ABSENT
     return data_hash(load_manifest(expand(place)))[:16]
 
@@ -304,7 +304,7 @@ def run_ready(config: TrainConfig) -> bool:
             )
     elif steps_in(run / CHECKPOINTS) or (run / SUMMARY).is_file():
         raise UsageError(f"{run}: has a run, and no {_record_of(config).name} beside it; name another --work")
-    return (run / SUMMARY).is_file()
+    return (run / SUMMARY).is_file()  # written behind the last step and the export
 
 
 def shards_ready(config: PipelineConfig) -> bool:

@@ -66,7 +66,7 @@ def _commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != _ROOT:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != _ROOT:  # installed inside another repository
             return None
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):

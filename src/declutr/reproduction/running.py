@@ -60,7 +60,7 @@ def plan_lines(plan: ItemPlan) -> list[str]:
 
 def _exists(path: str) -> bool:
     """False if a path, which may have wildcards, certainly does not exist."""
-    fixed = re.split(r"[*?\[]", path)[0]
+    fixed = re.split(r"[*?\[]", path)[0]  # the part before a wildcard
     return is_remote(path) or (expand(path).exists() if fixed == path else expand(fixed).parent.exists())
 
 
@@ -95,7 +95,7 @@ def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> 
         TrainingFailedError: the start cannot be trained.
         ConfigError: settings of the start do not fit its shards.
     """
-    scorer, failed = Scorer(plan, allow_unchecked), dict[str, str]()
+    scorer, failed = Scorer(plan, allow_unchecked), dict[str, str]()  # refuses data before anything is trained
     plan.folder.mkdir(parents=True, exist_ok=True)
 
     def attempt(name: str, work: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> 
             if scores_of(plan, run, scorer.data) is None:
                 say(f"run {number} of {len(plan.runs)}: {run.name}")
                 attempt(run.name, partial(_finish, plan, run, scorer))
-                write()
+                write()  # a long call can be watched, and a killed one leaves its results
         text = write()
     if failed:
         runs = sum(run.name in failed for run in plan.runs)

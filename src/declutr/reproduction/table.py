@@ -191,7 +191,7 @@ def compare_labels(
             }
             twins = {name: twin for name, twin in twins.items() if twin}
             ours, theirs = _by_seed(twins, numbers), _by_seed({*twins.values()}, numbers)
-            if seeds := sorted(ours.keys() & theirs.keys()):
+            if seeds := sorted(ours.keys() & theirs.keys()):  # pairs: seeds differ more than labels
                 values = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
                 differences.append(_compare((axis, label, base, within), *values))
     return differences
@@ -199,7 +199,7 @@ def compare_labels(
 
 def _by_seed(names: Iterable[str | None], numbers: Numbers) -> dict[int, float]:
     """Mean over these cells, by seed, of the seeds that have all."""
-    columns = [numbers.get(name, {}) for name in names if name]
+    columns = [numbers.get(name, {}) for name in names if name]  # of all cells, or the others' effects would count
     seeds = columns[0] if columns else {}
     return {seed: fmean(column[seed] for column in columns) for seed in seeds if all(seed in c for c in columns)}
 
@@ -210,9 +210,9 @@ def _compare(sides: tuple[str, str, str, str], ours: Sequence[float], theirs: Se
     if count < 2:
         return Difference(*sides, count, mean)
     spread = stdev(gains)
-    if spread <= _ROUNDING * max(1.0, abs(mean)):
+    if spread <= _ROUNDING * max(1.0, abs(mean)):  # a t-test of equal differences divides by zero
         return Difference(*sides, count, mean, spread)
-    test = stats.ttest_rel(ours, theirs)
+    test = stats.ttest_rel(ours, theirs)  # runs of a seed share documents, spans, masks and weights
     low, high = test.confidence_interval(_CONFIDENCE)
     return Difference(*sides, count, mean, spread, (float(low), float(high)), float(test.pvalue))
 
