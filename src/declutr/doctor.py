@@ -269,13 +269,14 @@ def check_folder(place: str, needed_bytes: int) -> list[Finding]:
         parent = expand(place).absolute()
         parent = next(folder for folder in (parent, *parent.parents) if folder.exists())
         with tempfile.TemporaryDirectory(prefix=".declutr-doctor-", dir=parent) as own:
-            return _use(place, Path(own), needed_bytes)
+            return _findings_in(place, Path(own), needed_bytes)
     except (OSError, ValueError) as error:
         remedy = "mount or create it, writable for this user; an address needs credentials and the store's endpoint"
         return [judge(f"{place} writable", f"{type(error).__name__}: {error}", fail=True, remedy=remedy)]
 
 
-def _use(place: str, own: Path, needed_bytes: int) -> list[Finding]:
+def _findings_in(place: str, own: Path, needed_bytes: int) -> list[Finding]:
+    """Test a local place in a new folder `own` inside it."""
     (own / "sync").write_bytes(bytes(4096))
     began = time.perf_counter()
     fsync_path(own / "sync")

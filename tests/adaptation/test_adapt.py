@@ -194,7 +194,7 @@ def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
     assert not (tmp_path / "adapted" / "encoder").exists()
 
 
-def strict(path):
+def strict_json(path):
     """JSON as the standard has it, without NaN."""
 
     def refuse(word):
@@ -211,10 +211,10 @@ def test_adapt_of_many_documents_without_distant_passages_says_so_before_it_trai
     says(result.sentence, "too few documents to tell", "0 test documents of 256 tokens or more")
     assert load_manifest(tmp_path / "adapted" / "data").totals["kept"] == 700
     assert not (tmp_path / "adapted" / "candidates").exists()
-    assert strict(tmp_path / "adapted" / "result.json")["primary_difference"]["value"] is None
+    assert strict_json(tmp_path / "adapted" / "result.json")["primary_difference"]["value"] is None
 
 
-def asked(path, count):
+def write_pairs(path, count):
     """Pairs whose texts are no documents of the corpus."""
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
@@ -235,7 +235,7 @@ def asked(path, count):
 def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
     encoder, tmp_path, documents, queries, monkeypatch, caplog
 ):
-    pairs = asked(tmp_path / "pairs.jsonl", queries)
+    pairs = write_pairs(tmp_path / "pairs.jsonl", queries)
     halves = [len(read_test(pairs).half(which, 0).queries) for which in ("development", "test")]
     assert halves[1] >= 100
     assert (halves[0] >= 100) == (documents < 64)
@@ -245,7 +245,7 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
     result = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20)
     assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED]
     assert result.verdict.comparison.rows == halves[1]
-    assert "pairs" in strict(tmp_path / "adapted" / "result.json")["rows"][0]["scores"]
+    assert "pairs" in strict_json(tmp_path / "adapted" / "result.json")["rows"][0]["scores"]
     page = tmp_path / "adapted" / "report.html"
     says(checked(page.read_text()).text, "queries that neither trained nor chose it")
     with monkeypatch.context() as patched:
@@ -272,7 +272,7 @@ class Counting(TransformerEncoder):
 def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path):
     start = load_transformer(str(encoder))
     counting = Counting(**{field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
-    pairs = read_test(asked(tmp_path / "pairs.jsonl", 120))
+    pairs = read_test(write_pairs(tmp_path / "pairs.jsonl", 120))
     none, recalls = make_passages([], start.tokenizer), {}
     for split in ("development", "test"):
         half = pairs.half(split, 0)
@@ -302,7 +302,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     short = shutil.copytree(encoder, tmp_path / "short")
     BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
-    pairs = str(asked(tmp_path / "pairs.jsonl", 150))
+    pairs = str(write_pairs(tmp_path / "pairs.jsonl", 150))
     for start, output, settings, words in (
         (encoder, "out", {"pairs": pairs}, ("--pairs", "its queries are left", "100", "240")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),

@@ -12,7 +12,7 @@ from tiny import VOCABULARY, documents
 from torch import nn
 from transformers import AutoTokenizer
 
-from declutr.adaptation.candidates import WithinSums, whitening, window_starts, within_sums, write_whitened
+from declutr.adaptation.candidates import WithinSums, passage_ids, whitening, within_sums, write_whitened
 from declutr.common.errors import UsageError
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.shards import ShardSet
@@ -64,20 +64,22 @@ def test_whitening_from_fewer_documents_than_dimensions_is_finite():
     assert np.linalg.eigvalsh(matrix).min() > 0
 
 
-def test_whitening_without_two_spans_of_a_document_is_refused():
-    with pytest.raises(UsageError, match=all_of("5 documents", "one span", "two spans")):
-        whitening(WithinSums.of(*drawn([1] * 5)), 0.25, 0.1)
-
-
-def test_whitening_of_repeated_text_is_refused():
-    same = np.repeat(drawn([1] * 3)[0], 4, axis=0)
-    with pytest.raises(UsageError, match=all_of("12 spans", "3 documents")):
-        whitening(WithinSums.of(same, np.repeat(np.arange(3), 4)), 0.25, 0.1)
+@pytest.mark.parametrize(
+    ("embeddings", "owners", "words"),
+    [
+        (*drawn([1] * 5), ("5 documents", "one span", "two spans")),
+        (np.repeat(drawn([1] * 3)[0], 4, axis=0), np.repeat(np.arange(3), 4), ("12 spans", "3 documents")),
+    ],
+    ids=["one span a document", "repeated text"],
+)
+def test_whitening_of_documents_without_spread_is_refused(embeddings, owners, words):
+    with pytest.raises(UsageError, match=all_of(*words)):
+        whitening(WithinSums.of(embeddings, owners), 0.25, 0.1)
 
 
 def test_passages_are_spread_over_the_document_and_do_not_overlap():
     table = documents([24, 100, 47], 12)
-    rows, owners = window_starts(table, 4, 10, VOCABULARY)
+    rows, owners = passage_ids(table, 4, 10, VOCABULARY)
     assert owners.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     tokens = table["tokens"].to_pylist()
     starts = [0, 12, 0, 24, 60, 84, 0, 12, 24]
@@ -130,6 +132,6 @@ def test_sums_are_those_of_every_training_document_once(start, monkeypatch):
     table = ShardSet(data, "train").take(np.arange(57))  # all of them, in one block
     vocabulary = vocabulary_of(encoder.tokenizer)
     room = encoder.max_tokens - vocabulary.num_specials
-    rows, owners = window_starts(table, 4, room, vocabulary)
+    rows, owners = passage_ids(table, 4, room, vocabulary)
     assert (sums.documents, sums.spans) == (57, len(rows))
     assert np.abs(sums.scatter - WithinSums.of(encoder.embed_ids(rows), owners).scatter).max() < 1e-9

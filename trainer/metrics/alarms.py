@@ -14,9 +14,10 @@ _WINDOW = 10  # steps whose mean is compared, because a single batch may be odd
 # so a collapse is also twice as near to 0 as the lowest mean of the run.
 _ONE_POINT = -0.1
 _FEW_DIMENSIONS = 0.35  # share of the most dimensions that a run has used; their number differs between encoders
-_WAITING, _WAITED_STEPS, _FIRST_STEPS = 0.5, 20, 5
+_WAITING, _WAITED_STEPS = 0.5, 20  # mean share of the time that this many steps wait
+_FIRST_STEPS = 5  # of a start are not counted: nothing is prefetched yet
 _FULL = 0.95  # share of the memory
-_REPLAYED = 500
+_REPLAYED = 500  # lines of both ends: the highest spread is early, the windows are the newest
 
 
 class Alarm(NamedTuple):
@@ -142,7 +143,16 @@ class Alarms:
     def _collapse(
         self, whose: str, task: str, line: Mapping[str, Any], evenness: str, dimensions: str, size: int
     ) -> Iterator[tuple[str, float, float, str]]:
-        """Embeddings near one point, or in few dimensions of those that they had."""
+        """Embeddings near one point, or in few dimensions of those that they had.
+
+        Args:
+            whose: the embeddings, in words.
+            task: task of these.
+            line: line of metrics.
+            evenness: name of their uniformity in the line.
+            dimensions: name of the number of dimensions that they use.
+            size: values whose mean is compared.
+        """
         objective, section = self._objectives[task], f"auxiliary_tasks.{task}." if task else ""
         if not objective.embeds:
             return

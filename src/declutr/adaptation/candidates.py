@@ -49,7 +49,7 @@ _PASSES = 10  # more were not measured
 _LEAST_STEPS = 20
 _STEP_COST = 3.75
 """Time of a step relative to the embedding of as many tokens: the backward, and the update."""
-_LOAD = 60.0
+_LOAD_SECONDS = 60.0
 """Seconds that a start of the training takes beside its steps, with room for a slow machine."""
 _BLOCK_DOCUMENTS = 256
 _FOLDS = 5
@@ -76,7 +76,7 @@ def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -
         num_documents: that are trained on.
     """
     tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
-    steps = int((seconds * 2 / 3 - _LOAD) * tokens_per_second / (tokens * _STEP_COST))
+    steps = int((seconds * 2 / 3 - _LOAD_SECONDS) * tokens_per_second / (tokens * _STEP_COST))
     return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
 
 
@@ -208,7 +208,7 @@ def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKA
     return matrix
 
 
-def window_starts(
+def passage_ids(
     documents: pa.Table, count: int, max_content: int, vocabulary: Vocabulary
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
     """Token ids of at most `count` passages of each document, and the number of the document of each.
@@ -255,7 +255,7 @@ def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
     with bar(total=split.num_documents, desc="covariance", unit="documents") as progress:
         for start in range(0, split.num_documents, _BLOCK_DOCUMENTS):  # so that memory does not grow with the corpus
             documents = split.take(np.arange(start, min(start + _BLOCK_DOCUMENTS, split.num_documents)))
-            rows, owners = window_starts(documents, _PASSAGES, room, vocabulary)
+            rows, owners = passage_ids(documents, _PASSAGES, room, vocabulary)
             block = WithinSums.of(encoder.embed_ids(rows), owners)
             sums = sums + block if sums else block
             progress.update(block.documents)
