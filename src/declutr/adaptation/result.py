@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,17 +44,6 @@ class Row:
         return Row(name, kind, scores, {} if kind == "start" else comparisons)
 
 
-class SearchExample(NamedTuple):
-    """A passage whose nearest other passage changed."""
-
-    passage: str
-    """The text that searches."""
-    before: tuple[str, bool]
-    """The nearest passage to the start's embedding, and whether it is of the same document."""
-    after: tuple[str, bool]
-    """The same for the adapted encoder."""
-
-
 @dataclass(frozen=True)
 class Result:
     """All that `declutr adapt` found."""
@@ -77,8 +66,6 @@ class Result:
     """Looks at these test documents, this one included."""
     encoder: Path | None
     """Folder of the adapted encoder; None if it is not better."""
-    examples: list[SearchExample] = field(default_factory=list)
-    """Passages whose nearest passage changed."""
     facts: dict[str, float] = field(default_factory=dict)
     """Numbers of documents, steps and seconds."""
 
@@ -177,7 +164,7 @@ def write_adaptation_page(result: Result, path: Path) -> None:
         path,
         "adaptation.html",
         f"Adaptation: {result.verdict.outcome}",
-        sections={"verdict": "Verdict", "test": "Test", "examples": "Passages whose nearest passage changed"},
+        sections={"verdict": "Verdict", "test": "Test"},
         result=result,
         meanings=MEANING,
         heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in result.measures)],
