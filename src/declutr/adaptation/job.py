@@ -235,16 +235,15 @@ class _Adaptation:
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         # counted before the scores: a stop after them is a look, too
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        encoders = {name: self.builder.load(name) for name in candidates}
         start = self._scored(test, self.start)
-        values = {name: self._scored(test, encoder) for name, encoder in encoders.items()}
+        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
         self._keep("test", {_START: start, **values})
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed)]
         rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
         rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
         verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
-        return self._finish(verdict, chosen, encoders[chosen], rows, looks)
+        return self._finish(verdict, chosen, self.builder.load(chosen), rows, looks)
 
     def _few(self, passages: Passages) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
