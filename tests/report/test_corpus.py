@@ -281,7 +281,7 @@ def test_clips_are_shown_by_their_energies(clips, tmp_path, capsys):
     says(message, "dropped: silent", "9000 samples", "0")
     says(message, "bytes", "not decoded")
     assert main(["inspect", str(folder)]) == 0
-    assert "frames, energies" in capsys.readouterr().out
+    assert " frames\n    label " in capsys.readouterr().out
 
 
 def test_a_thumbnail_is_encoded_again():

@@ -6,7 +6,7 @@ Rows of documents, sentences, pairs, triples, images and clips as lines of text.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,12 +32,16 @@ _SHOWN_CHARACTERS, _SHOWN_OF_LABEL = 160, 80  # at most as many tokens are decod
 _FILE = "tokenizer.json"
 
 
-def text_lines(path: Path, shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
-    """Show rows of shards by number: the beginning of a document, or each text with its label and number of tokens."""
-    decode = decoder(path)
-    kind = shards.manifest.content.kind
+def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
+    """Show rows of shards by number: the beginning of a document, each text of a row, or facts of an image or clip."""
+    kind, media = shards.manifest.content.kind, shards.manifest.tokenizer is None
+    decode = None if media else decoder(shards.folder)
     for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
-        yield f"- row {number} ({row['id'].hex()}, {row['source']}): {row['num_tokens']:,} tokens"
+        size = _size(row) if media else f"{row['num_tokens']:,} tokens"
+        yield f"- row {number} ({row['id'].hex()}, {row['source']}): {size}"
+        if decode is None:
+            yield f"    label {shorten(repr(row['label']), _SHOWN_OF_LABEL)}"
+            continue
         if kind == "documents":
             yield f"    {shorten(decode(row['tokens'][:_SHOWN_CHARACTERS]), _SHOWN_CHARACTERS)}"
             continue
@@ -46,6 +50,14 @@ def text_lines(path: Path, shards: ShardSet, rows: Sequence[int]) -> Iterator[st
             name = LABELS[label] if label >= 0 else "sentence" if kind == "sentences" else "premise"
             text = shorten(decode(row["tokens"][start:end]), _SHOWN_CHARACTERS)
             yield f"    {name:13s} {end - start:4d} tokens  {text}"
+
+
+def _size(row: Mapping[str, object]) -> str:
+    """Size of an image, or length of a clip."""
+    image = row.get("image")
+    if isinstance(image, bytes):
+        return f"{row['width']} x {row['height']} pixels, {len(image):,} bytes of PNG"
+    return f"{row['num_frames']:,} frames"
 
 
 def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
@@ -63,22 +75,6 @@ def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
 
     fast = Tokenizer.from_file(str(file))
     return lambda ids: str(fast.decode(list(ids), skip_special_tokens=False)).strip()
-
-
-def media_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
-    """Show rows of shards by number: size or length, label, and the range of the energies of a clip."""
-    for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
-        yield f"- row {number} ({row['id'].hex()}, {row['source']}): {_size(row)}"
-        yield f"    label {shorten(repr(row['label']), _SHOWN_OF_LABEL)}"
-
-
-def _size(row: dict[str, object]) -> str:
-    """Size of an image, or length of a clip."""
-    image, frames = row.get("image"), row.get("frames")
-    if isinstance(image, bytes):
-        return f"{row['width']} x {row['height']} pixels, {len(image):,} bytes of PNG"
-    energies = np.asarray(frames)
-    return f"{row['num_frames']:,} frames, energies {energies.min():.1f} to {energies.max():.1f}"
 
 
 _SHOWN = 20
@@ -122,7 +118,7 @@ def locate(folder: Path, document: str) -> Iterator[str]:
         yield f"  kept: row {entry.row} of {shard}, document {number} of the split {entry.status}"
         if entry.detail:
             yield f"  note: {entry.detail}"
-        yield from text_lines(folder, shards, [number]) if manifest.tokenizer else media_lines(shards, [number])
+        yield from row_lines(shards, [number])
     if not count:
         parts = document.split("/")
         tails = ("/".join(parts[start:]) for start in range(1, len(parts)))  # as typed from outside the folder
@@ -184,7 +180,7 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
         return
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(int).tolist()
-    yield from media_lines(shards, rows) if tokenizer is None else text_lines(path, shards, rows)
+    yield from row_lines(shards, rows)
 
 
 def _texts(manifest: Manifest) -> str:
