@@ -300,7 +300,7 @@ def find_step(path: Path, step: int) -> dict[str, Any] | None:
     """The line of a step; None without a whole one."""
     if not path.is_file():
         return None
+    text = b'"step": %d,' % step  # only lines with it are decoded, as decoding all of a long run takes minutes
     with path.open("rb") as stream:
-        # only lines with this text are decoded, as decoding all of a long run takes minutes
-        rows = (_decoded(raw) for raw in stream if b'"step": %d,' % step in raw and raw.endswith(b"\n"))
+        rows = (_decoded(raw) for raw in stream if text in raw and raw.endswith(b"\n"))
         return next((line for line in rows if line and (line["kind"], line["step"]) == ("step", step)), None)
