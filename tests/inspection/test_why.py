@@ -142,7 +142,7 @@ def test_why_shows_every_span_that_the_workers_read(shards, tmp_path, capsys, me
     order = read_order(tmp_path / "run")
     for name, task in order.tasks.items():
         reader = StepReader(task, order.folder)
-        for step in range(1, STEPS + 1):
+        for step in range(1, STEPS + 1) if method == "declutr" else (1, 6, 8):  # of two epochs
             rows = list(reader.rows(step))
             expected = [span for part in read[name][step - 1] for span in spans_of(part)]
             assert sorted(span for row in rows for span in spans_of(row.batch)) == sorted(expected), (name, step)
