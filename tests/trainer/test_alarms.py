@@ -72,12 +72,12 @@ def train(data, folder, objective, lr, steps=50, speed=SPEED, seed=0):
         ),
         (
             "starving",
-            {"objective": SIMCSE, "lr": 1e-4, "speed": {"data_wait_share": 0.75}},
+            {"objective": SIMCSE, "lr": 1e-4, "steps": 30, "speed": {"data_wait_share": 0.75}},
             ["starving: ", "waited for data 75%", "Increase scaling.data_cpus (now 2)"],
         ),
         (
             "memory",
-            {"objective": SIMCSE, "lr": 1e-4, "speed": SPEED | {"peak_memory_mib": 7900.0}},
+            {"objective": SIMCSE, "lr": 1e-4, "steps": 5, "speed": SPEED | {"peak_memory_mib": 7900.0}},
             ["memory: the first worker had 7,900 of 8,192 MiB", "Lower microbatch_tokens (now auto)"],
         ),
     ],
