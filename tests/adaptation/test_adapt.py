@@ -161,7 +161,7 @@ def keeps_the_encoder_that_is_better(config, output, result):
         job = _Adaptation(config, output, None, state, load_transformer(config.encoder), None)
         for outcome in ("better", "worse"):
             verdict = dataclasses.replace(result.verdict, outcome=outcome)
-            job._finish(verdict, TRAINED, trained, list(result.rows), 1)
+            job._finish(verdict, TRAINED, trained, list(result.rows), 1, [])
             if outcome == "better":
                 assert load_transformer(str(output / "encoder")).fingerprint == trained.fingerprint
             else:

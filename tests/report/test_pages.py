@@ -17,7 +17,7 @@ from messages import says
 from pages import checked
 from preparing import prepare_rows
 
-from declutr.adaptation.result import Result, Row, write_adaptation_page
+from declutr.adaptation.result import Result, Row, SearchExample, write_adaptation_page
 from declutr.adaptation.scores import Verdict
 from declutr.cli.main import main
 from declutr.common.bootstrap import Comparison
@@ -46,8 +46,19 @@ def result_of(text):
         Row("start", "start", {"distant": 0.5}, {}),
         Row("closed form", "candidate", {"distant": 0.625}, {"distant": better}),
     ]
+    example = SearchExample(text, (text, False), (text, True))
     return Result(
-        Verdict("better", better), text, "closed form", "distant", rows, text, None, 2, None, {"documents": 1234}
+        Verdict("better", better),
+        text,
+        "closed form",
+        "distant",
+        rows,
+        text,
+        None,
+        2,
+        None,
+        [example],
+        {"documents": 1234},
     )
 
 
@@ -116,6 +127,7 @@ def test_a_page_says_the_figures_of_an_adaptation(tmp_path):
     assert "This is look 2 at a test" in page.text
     assert "documents 1,234" in page.text
     assert "distant: recall@1 of a passage that searches another one of its document" in page.text
+    assert "Before, another document: It is better." in page.text
 
 
 def drawn(svg, colour):

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
 from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, STATE, WINDOW_TOKENS, AdaptConfig, State, opened
 from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
-from declutr.adaptation.result import Result, Row, adapted_card, write_adaptation_page, write_result
+from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import shorten
 from declutr.common.errors import DataError, UsageError, missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
@@ -40,6 +42,7 @@ _START, _START_IDF = "start", "start + IDF cosine"
 _TIMED_PASSAGES = 512
 _QUERIES = 240
 """Queries of which both halves have 100 in 99% of the draws."""
+_EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 
 
 def adapt(
@@ -243,7 +246,9 @@ class _Adaptation:
         rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
         rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
         verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
-        return self._finish(verdict, chosen, self.builder.load(chosen), rows, looks)
+        encoder = self.builder.load(chosen)
+        examples = _examples(test, self.start, encoder)
+        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _few(self, passages: Passages) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
@@ -256,7 +261,7 @@ class _Adaptation:
         )
         if scorable < 10:
             nothing = Comparison(math.nan, math.nan, scorable, None)
-            return self._finish(Verdict("too few documents to tell", nothing), CLOSED, None, [], 1)
+            return self._finish(Verdict("too few documents to tell", nothing), CLOSED, None, [], 1, [])
         start, values = cross_fitted(passages, self.start)
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
@@ -264,10 +269,16 @@ class _Adaptation:
         self.builder.make(CLOSED, self.start, 0)
         verdict = judge(start, values, DISTANT, seed)
         encoder = self.builder.load(CLOSED)  # fitted on the training split, not on a fold
-        return self._finish(verdict, CLOSED, encoder, rows, looks)
+        return self._finish(verdict, CLOSED, encoder, rows, looks, [])
 
     def _finish(
-        self, verdict: Verdict, chosen: str, encoder: TransformerEncoder | None, rows: list[Row], looks: int
+        self,
+        verdict: Verdict,
+        chosen: str,
+        encoder: TransformerEncoder | None,
+        rows: list[Row],
+        looks: int,
+        examples: list[SearchExample],
     ) -> Result:
         """Writes the result, the page and, if it is better, the encoder."""
         stsb, general = self._general(encoder)
@@ -285,6 +296,7 @@ class _Adaptation:
             stsb=stsb,
             looks=looks,
             encoder=place if better else None,
+            examples=examples,
             facts={"documents": kept, "steps": steps, "seconds": round(self.state.seconds_used)},
         )
         if encoder is not None and better:
@@ -338,3 +350,21 @@ class _Adaptation:
 def _plain(values: Values) -> dict[str, list[float | None]]:
     """Values as JSON has them: null for a row without a value."""
     return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
+
+
+def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[SearchExample]:
+    """Passages that find their document only after the adaptation, and passages that found it only before."""
+    passages = test.passages
+    if not passages.num_documents:
+        return []
+    first, second = test.nearest(before), test.nearest(after)
+    right = [passages.owners[nearest] == passages.owners for nearest in (first, second)]
+    chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]
+
+    def nearest(rows: NDArray[np.int64], place: int) -> tuple[str, bool]:
+        return excerpt(rows[place]), bool(passages.owners[rows[place]] == passages.owners[place])
+
+    def excerpt(place: int) -> str:
+        return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS)
+
+    return [SearchExample(excerpt(place), nearest(first, place), nearest(second, place)) for place in chosen]

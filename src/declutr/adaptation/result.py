@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,17 @@ class Row:
         return Row(name, kind, scores, {} if kind == "start" else comparisons)
 
 
+class SearchExample(NamedTuple):
+    """A passage whose nearest other passage changed."""
+
+    passage: str
+    """The text that searches."""
+    before: tuple[str, bool]
+    """The nearest passage to the start's embedding, and whether it is of the same document."""
+    after: tuple[str, bool]
+    """The same for the adapted encoder."""
+
+
 @dataclass(frozen=True)
 class Result:
     """All that `declutr adapt` found."""
@@ -66,6 +77,8 @@ class Result:
     """Looks at these test documents, this one included."""
     encoder: Path | None
     """Folder of the adapted encoder; None if it is not better."""
+    examples: list[SearchExample] = field(default_factory=list)
+    """Passages whose nearest passage changed."""
     facts: dict[str, float] = field(default_factory=dict)
     """Numbers of documents, steps and seconds."""
 
@@ -164,7 +177,7 @@ def write_adaptation_page(result: Result, path: Path) -> None:
         path,
         "adaptation.html",
         f"Adaptation: {result.verdict.outcome}",
-        sections={"verdict": "Verdict", "test": "Test"},
+        sections={"verdict": "Verdict", "test": "Test", "examples": "Passages whose nearest passage changed"},
         result=result,
         meanings=MEANING,
         heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in result.measures)],

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.config import LONG_TOKENS
+from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
 from declutr.adaptation.passages import F32, F64, Passages, share
 from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean
 from declutr.common.storage import hash_json
@@ -88,6 +88,14 @@ class TestSet:
         if self.pairs is not None:
             values[PAIRS] = self._recalls(encoder)[int(with_idf)]
         return values
+
+    def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
+        """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
+        scores, _ = self._cosines(encoder, with_idf=False)
+        owners, starts = self.passages.owners, self.passages.starts
+        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < FAR_TOKENS)
+        places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
+        return places
 
     def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> Cosines:
         """Cosines of passages with passages, and of headings with passages; an encoder embeds them once."""
