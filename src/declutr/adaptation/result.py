@@ -173,12 +173,23 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
 
 def write_adaptation_page(result: Result, path: Path) -> None:
     """Writes the page of a result."""
+    from declutr.report.charts import draw_intervals  # loads matplotlib
+
+    charts = []
+    for measure in result.measures:
+        differences = {row.name: row.differences[measure] for row in result.rows if measure in row.differences}
+        points = [
+            (name, 100 * pair.difference, pair.interval and (100 * pair.interval[0], 100 * pair.interval[1]))
+            for name, pair in differences.items()
+        ]
+        title = f"Difference to the start: {MEANING[measure]}"
+        charts.append(draw_intervals(f"difference-{measure}", title, points))
     write_page(
         path,
         "adaptation.html",
         f"Adaptation: {result.verdict.outcome}",
         sections={"verdict": "Verdict", "test": "Test", "examples": "Passages whose nearest passage changed"},
         result=result,
-        meanings=MEANING,
         heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in result.measures)],
+        charts=charts,
     )

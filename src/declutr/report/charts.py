@@ -154,6 +154,28 @@ def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence
     return Chart(title, "the figures are in the table", _svg(figure, name))
 
 
+def draw_intervals(name: str, title: str, rows: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Chart:
+    """Draws differences in points as dots with their 95% intervals around a line at 0.
+
+    Args:
+        name: unique on the page.
+        title: name of the measure.
+        rows: a name of ours, the difference and its interval.
+    """
+    figure, axes = _figure(8, 0.7 + 0.3 * len(rows))
+    axes.axvline(0, color=COLOURS["muted"], linewidth=1)
+    for place, (_, difference, interval) in enumerate(rows):
+        if interval:
+            axes.plot(interval, [place, place], color=COLOURS["kept"], linewidth=1.6)
+        axes.plot([difference], [place], color=COLOURS["kept"], marker="o", markersize=6)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows], parse_math=False)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.yaxis.grid(visible=False)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
+    axes.set_xlabel("points")
+    return Chart(title, "the figures are in the table", _svg(figure, name))
+
+
 def short(value: float) -> str:
     """A number in few characters: 0.0012, 3.14, 12k, 3M, 1e-08."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
