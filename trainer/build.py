@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from declutr.common import seeding
 from declutr.common.errors import ShardError, UsageError
@@ -19,7 +19,6 @@ from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.metrics.config import ValidationConfig
 from declutr.trainer.metrics.sts import StsValidator, read_judged, together
 from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.config import FrontendConfig
@@ -29,6 +28,7 @@ from declutr.trainer.model.language_model import (
     frozen_parameters,
     load_hf_config,
     load_model,
+    load_shapes,
     load_with_dropout_layers,
     max_span_tokens,
     vocabulary_of,
@@ -327,14 +327,9 @@ def parameter_counts(plan: RunPlan) -> list[int]:
     Args:
         plan: of a run without problems.
     """
-    encoder, vocabulary, ids = plan.config.encoder, 0, {}
-    if encoder.pretrained is None:
-        tokenizer, _ = load_tokenizer(plan.data[""][0], plan.manifest)
-        vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
-    hf = load_hf_config(encoder, vocabulary, ids)
-    with torch.device("meta"):  # shapes only
-        model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
-    size, extra = int(hf.hidden_size), 0
+    encoder = plan.config.encoder
+    model = load_shapes(encoder, load_tokenizer(plan.data[""][0], plan.manifest)[0])
+    size, extra = int(model.config.hidden_size), 0
     if encoder.projection.kind != "none":
         hidden, size = size, encoder.projection.size
         extra = (hidden + 1) * size + (size + 1) * size
@@ -361,15 +356,12 @@ class _TaskValidator:
         return None if scores is None else {f"{self.label}{name}": float(value) for name, value in scores.items()}
 
 
-def build_validator(
-    plan: RunPlan, parts: Parts, device: torch.device, validation: ValidationConfig | None = None
-) -> Validator | None:
+def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Validator | None:
     """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any.
 
     Those of auxiliary tasks with images or sounds are added. They are numbers, not rows: they choose no checkpoint.
-    `validation` replaces those settings of the run.
     """
-    validation = validation or plan.config.validation
+    validation = plan.config.validation
     if not validation.every_steps:
         return None
     task, *auxiliary = parts.tasks

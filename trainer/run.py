@@ -65,8 +65,8 @@ class RunPlan:
         scored, contents = _scored(config, unreadable)
         readable = {name: places for name, places in tasks.items() if not places.keys() - manifests.keys()}
         corpora = {name: tuple(manifests[key] for key in places) for name, places in readable.items()}
-        joined = {name: joined_manifest(task_corpora) for name, task_corpora in corpora.items()}
-        config = with_geometry(config, folder, joined).with_contents(contents)
+        first = {name: task_corpora[0] for name, task_corpora in corpora.items()}  # the others must equal its geometry
+        config = with_geometry(config, folder, first).with_contents(contents)
         data = {name: tuple(folders[key] for key in places) for name, places in readable.items()}
         return RunPlan(config, folder, data, corpora, scored, unreadable)
 
@@ -85,7 +85,7 @@ class RunPlan:
         """The tasks, the main one with the name ""."""
         return self.config.tasks()
 
-    @property
+    @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each task's shards."""
         return data_hashes(self.manifests)
@@ -232,7 +232,7 @@ def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manife
     Args:
         config: of the run.
         run: folder of the run.
-        manifests: of the tasks' shards that can be read; "" for the main one.
+        manifests: of each task's first corpus, if its shards can be read; "" for the main task.
     """
     spans = {name: _spans(task, run, manifests.get(name)) for name, task in config.tasks().items()}
     auxiliary = {name: task.model_copy(update={"spans": spans[name]}) for name, task in config.auxiliary_tasks.items()}

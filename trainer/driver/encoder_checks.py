@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch.nn import Dropout
 
@@ -23,7 +22,7 @@ from declutr.trainer.model.encoder import Encoder, mlm_head
 from declutr.trainer.model.language_model import (
     FAMILIES,
     frozen_parameters,
-    load_hf_config,
+    load_shapes,
     max_span_tokens,
     vocabulary_of,
 )
@@ -50,8 +49,6 @@ def encoder_problems(plan: RunPlan, name: str = "") -> list[str]:
 
 
 def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
-    from transformers import AutoModelForMaskedLM
-
     manifest = plan.manifests[task.name]
     encoder, info = plan.config.encoder, manifest.tokenizer
     if info is None:  # images or audio, which kind_problem reports
@@ -77,9 +74,7 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
                     f"encoder.pretrained = {encoder.pretrained}: its tokenizer ({own[:12]}) is not the one that made "
                     f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
                 )
-        hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
-        with torch.device("meta"):  # shapes only: finds an unbuildable model here instead of on every worker
-            model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
+        model = load_shapes(encoder, tokenizer)  # a model that cannot be built is found here, not on every worker
         if task.objective.mlm:
             mlm_head(model)
         frozen_parameters(model, encoder.num_trainable_layers)
@@ -87,10 +82,10 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
         return [*problems, *(f"encoder: {problem}" for problem in error.problems)]
     except _UNLOADABLE as error:
         return [*problems, _unloadable(encoder, error)]
-    if hf.vocab_size < info.vocab_size:
+    if model.config.vocab_size < info.vocab_size:
         problems.append(
-            f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
-            f"token ids up to {info.vocab_size - 1} would be beyond it"
+            f"encoder: its vocabulary of {model.config.vocab_size} is smaller than the shards' tokenizer's "
+            f"{info.vocab_size}; token ids up to {info.vocab_size - 1} would be beyond it"
         )
     rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
     objectives = [other.objective for other in ([task] if task.name else plan.tasks.values())]

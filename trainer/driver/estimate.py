@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -18,7 +19,7 @@ from declutr.trainer.data.batches import Collator, RankBatch, collated
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.driver.checks import corpora_remarks, load_problems, refuse, validated_rows, validation_remarks
 from declutr.trainer.driver.continuation import kept_device
-from declutr.trainer.metrics.config import ValidationConfig, steps_between
+from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.metrics import memory_mib, peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
@@ -127,8 +128,8 @@ def try_steps(plan: RunPlan) -> Trial:
     device = _device(config.scaling, plan.folder)
     set_up_torch(config, device)
     parts = build_parts(plan, Communicator(deterministic=config.scaling.elastic_determinism), device)
-    skipping = config.model_copy(update={"on_nonfinite_loss": "skip", "max_skipped_steps": _MOST_STEPS})
-    scheduler = TaskScheduler(build_train_steps(replace(plan, config=skipping), parts.tasks, plan.total_steps))
+    skipping = _with(plan, on_nonfinite_loss="skip", max_skipped_steps=_MOST_STEPS)
+    scheduler = TaskScheduler(build_train_steps(skipping, parts.tasks, plan.total_steps))
     seconds, tokens = list[float](), list[int]()
     untimed = _COMPILING if device.type == "cuda" else 1  # they also allocate memory
     while len(seconds) <= _MOST_STEPS and sum(seconds[untimed:]) < _SECONDS:
@@ -178,11 +179,11 @@ def _validation_seconds(
 ) -> float:
     """Time of a validation of `scored` held-out rows, from one of at most 64, and of all judged pairs."""
     few = max(2, min(scored, _SCORED))
-    fewer = plan.config.validation.model_copy(update={"max_documents": few})
     half = parts.tasks[0].autocast if device.type == "cuda" else None  # as the training loop
 
-    def seconds(validation: ValidationConfig) -> float:
-        validator = build_validator(plan, parts, device, validation)
+    def seconds(**changes: None) -> float:
+        validation = plan.config.validation.model_copy(update={"max_documents": few, **changes})
+        validator = build_validator(_with(plan, validation=validation), parts, device)
         began = time.perf_counter()
         if validator is not None:
             with torch.autocast(device.type, half, enabled=half is not None):
@@ -190,6 +191,11 @@ def _validation_seconds(
         return time.perf_counter() - began
 
     if half is not None:
-        seconds(fewer)  # chooses kernels
-    rest = seconds(fewer.model_copy(update={"stsb": None, "sickr": None})) if scored > few else 0.0
-    return seconds(fewer) + rest * (scored / few - 1)
+        seconds()  # chooses kernels
+    rest = seconds(stsb=None, sickr=None) if scored > few else 0.0
+    return seconds() + rest * (scored / few - 1)
+
+
+def _with(plan: RunPlan, **changes: Any) -> RunPlan:
+    """The plan with other settings that decide neither rows nor order."""
+    return replace(plan, config=plan.config.model_copy(update=changes))

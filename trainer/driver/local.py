@@ -51,8 +51,8 @@ class LocalRun:
         """
         device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
         with torch_as_before():
-            settings = self._plan.for_workers()
-            outcome = work(settings, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
+            config, identity = self._plan.config, self._plan.identity
+            outcome = work(config, identity, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
         if outcome is None:
             return self._plan.total_steps
         if outcome.get("given_up"):

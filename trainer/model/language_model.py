@@ -183,6 +183,20 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
     return hf
 
 
+def load_shapes(config: EncoderConfig, tokenizer: Any) -> "PreTrainedModel":
+    """The model of the encoder without weights, for its shapes; it takes no memory for them.
+
+    Raises:
+        DamagedError, EncoderError: as `load_hf_config`. Transformers' own errors pass.
+    """
+    from transformers import AutoModelForMaskedLM
+
+    hf = load_hf_config(config, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.trust_remote_code)
+    return model
+
+
 @contextmanager
 def _source(pretrained: str) -> Iterator[str]:
     """Folder of a pretrained model, or its name on the hub; reads the hub's cache if the hub is unreachable."""

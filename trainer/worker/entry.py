@@ -97,7 +97,8 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     limit_resources(streams, resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0))
     with Listener(ControlChannel(settings["channel"]), heartbeat) as listener, spot_watch:
         reporter = Reporter(settings["checkpoints"])
-        return work(settings, _device(settings["device"]), heartbeat, stopwatch, listener.notice, reporter)
+        device = _device(settings["device"])
+        return work(config, settings["identity"], device, heartbeat, stopwatch, listener.notice, reporter)
 
 
 def _device(kind: Literal["cpu", "cuda"]) -> torch.device:

@@ -1,7 +1,7 @@
 """A worker's run: builds its parts and starts the training loop. Ray calls it in a group, or the driver without Ray."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # loads Ray, which a run without it does not need
 
 
 def work(
-    settings: dict[str, Any],
+    config: TrainConfig,
+    identity: Mapping[str, str],
     device: torch.device,
     heartbeat: Heartbeat,
     stopwatch: Stopwatch,
@@ -40,7 +41,8 @@ def work(
     """Trains from the newest checkpoint to the last step, or to an earlier end.
 
     Args:
-        settings: of `RunPlan.for_workers`; every worker compares the identity with that of what it finds.
+        config: of the run, as the driver resolved it.
+        identity: of the driver's plan; every worker compares it with that of what it finds.
         device: of this worker.
         heartbeat: of this worker; it has its rank and the number of workers.
         stopwatch: of the start.
@@ -50,7 +52,6 @@ def work(
     Returns:
         As `trainer/worker/entry.py`.
     """
-    config, identity = TrainConfig.model_validate(settings["config"]), settings["identity"]
     comm = CountedCommunicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
     set_up_torch(config, device)
     with heartbeat.doing("fetching"):
@@ -66,9 +67,9 @@ def work(
             problem = f"{names} on {host} differ from what this command began with; restore them, or name another run"
         if comm.all_reduce_max(int(bool(problem))):
             return _given_up(problem, comm.rank)
-        identity = {key: identity[key] for key in ("config_hash", "data_hash")}
+        of_checkpoints = {key: identity[key] for key in ("config_hash", "data_hash")}
         if store := store_of(config.run, plan.folder):
-            fetch_run(store, identity, comm)
+            fetch_run(store, of_checkpoints, comm)
     try:
         parts = build_parts(plan, comm, device)
     except (ShardError, EncoderError, UsageError) as error:
@@ -88,7 +89,7 @@ def work(
         return Prefetcher(dict(zip(plan.tasks, rank_batches, strict=True)) for rank_batches in shares)
 
     scheduler = TaskScheduler(train_steps)
-    checkpointing = Checkpointing(config, plan.folder, identity, plan.hashes, scheduler, heartbeat, reporter)
+    checkpointing = Checkpointing(config, plan.folder, of_checkpoints, plan.hashes, scheduler, heartbeat, reporter)
     loop = TrainingLoop(
         config,
         plan.folder,

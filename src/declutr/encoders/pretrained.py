@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import normalizers
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt
@@ -37,7 +37,7 @@ from declutr.trainer.model.behind import DAMAGE, modules_of
 from declutr.trainer.model.bounds import check_config, check_folder, check_size, check_steps, check_tokenizer
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import load_hf_config
+from declutr.trainer.model.language_model import load_shapes
 from declutr.trainer.model.layouts import embedding_layout
 from declutr.trainer.setup.config import TrainConfig
 
@@ -174,9 +174,7 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
     name = config.encoder.pretrained
     try:
         with cache_only("the run that names it may come from someone else"):
-            hf = load_hf_config(config.encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
-            with torch.device("meta"):
-                planned = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.encoder.trust_remote_code)
+            planned = load_shapes(config.encoder, tokenizer)
             check_size(sum(parameter.numel() for parameter in planned.parameters()), weights.stat().st_size)
             return build_encoder(config, tokenizer)
     except OSError as error:
