@@ -11,7 +11,7 @@ from messages import says
 
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.supervisor import Signals
-from declutr.trainer.driver.watchdog import Waiting, Watchdog, oversubscribed
+from declutr.trainer.driver.watchdog import SlowStart, Watchdog, oversubscribed
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.backend import _signalled, listen
 from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, Stopwatch, describe_start, period
@@ -19,7 +19,7 @@ from declutr.trainer.worker.entry import Listener
 from declutr.trainer.worker.heartbeat import Heartbeat
 
 
-def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
+def heartbeat(rank, step=7, phase="forward", group="g", **more):
     return {
         "rank": rank,
         "size": 3,
@@ -31,7 +31,6 @@ def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
         "steps": 7,
         "phase": phase,
         "written": 0.0,
-        "entered": entered,
     } | more
 
 
@@ -50,35 +49,34 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
     hang, at = watch(
         lambda now: [
             heartbeat(0, written=now),
-            heartbeat(1, phase="forward", entered=29, written=min(now, 3)),  # stops at 3 s
+            heartbeat(1, step=8, phase="data", written=min(now, 3)),  # stops at 3 s, ahead of the others
             heartbeat(2, written=now),
         ]
     )
     assert at == pytest.approx(20, abs=1)
     assert (hang.heartbeat["rank"], round(hang.silent_seconds)) == (1, 17)
-    says(str(hang), "worker 1", "host-1", "pid 101", "forward", "step 7", "gather")
+    says(str(hang), "worker 1", "host-1", "pid 101", "data", "step 8", "forward")
 
 
-def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
+@pytest.mark.parametrize(
+    ("behind", "others"),
+    [({"phase": "data"}, {}), ({"step": 6}, {}), ({"phase": "saving"}, {"phase": "data"}), ({"step": 6}, {"step": 9})],
+)
+def test_hang_names_the_living_worker_that_is_behind(behind, others):
     hang, _ = watch(
-        lambda now: [
-            heartbeat(0, entered=31, written=now),
-            heartbeat(1, entered=31, written=now),
-            heartbeat(2, entered=30, phase="data", written=now),
-        ]
+        lambda now: [*(heartbeat(rank, written=now, **others) for rank in (0, 1)), heartbeat(2, written=now, **behind)]
     )
     assert hang.heartbeat["rank"] == 2
-    says(str(hang), "data", "step 7")
-    says(str(hang), "gather")
+    says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}", others.get("phase", "forward"))
 
 
-def test_hang_of_workers_that_all_wait_names_none():
+def test_hang_of_workers_that_all_wait_names_one_with_a_doubt():
     hang, _ = watch(lambda now: [heartbeat(rank, written=now) for rank in range(3)])
-    says(str(hang), "3 workers", "same exchange", "none")
+    says(str(hang), "3 workers", "another")
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
-    assert watch(lambda now: [heartbeat(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
+    assert watch(lambda now: [heartbeat(rank, step=int(now) // 15) for rank in range(3)])[0] is None
     _, at = watch(lambda now: [heartbeat(rank, steps=0, phase="data", written=now) for rank in range(3)], 5)
     assert at == pytest.approx(60, abs=1)
 
@@ -87,8 +85,8 @@ def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang
     assert watch(lambda now: [heartbeat(rank, phase="ended", written=now) for rank in range(3)])[0] is None
 
     def shrunk(now):
-        gone = heartbeat(2, group="old", entered=3)
-        return [heartbeat(rank, group="new", entered=int(now * 2)) for rank in range(2)] + [gone]
+        gone = heartbeat(2, group="old", step=3)
+        return [heartbeat(rank, group="new", step=int(now * 2)) for rank in range(2)] + [gone]
 
     assert watch(shrunk)[0] is None
 
@@ -103,13 +101,13 @@ def test_worker_that_fetches_does_not_hang_while_it_lives():
     assert hang.heartbeat["rank"] == 0
 
 
-def test_a_heartbeat_has_step_exchanges_and_phase():
+def test_a_heartbeat_has_step_and_phase():
     heartbeat = Heartbeat(0, 2)
     heartbeat.finish_step(1)
-    with heartbeat.exchange("gather"):
-        assert heartbeat.snapshot()["phase"] == "gather"
+    with heartbeat.doing("saving"):
+        assert heartbeat.snapshot()["phase"] == "saving"
     heartbeat.finish_step(2)
-    assert (heartbeat.step, heartbeat.steps, heartbeat.entered, heartbeat.phase) == (2, 2, 1, "data")
+    assert (heartbeat.step, heartbeat.steps, heartbeat.phase) == (2, 2, "data")
 
 
 def test_a_signal_is_told_with_the_workers_name():
@@ -134,22 +132,15 @@ def test_the_parts_of_a_start_add_up():
     says(describe_start(8, watch.parts()), "step 8", "5.0 s", "imports 2.5", "ray 2.5")
 
 
-def phase_of(phase, steps=0, size=4):
-    return {"phase": phase, "steps": steps, "size": size}
-
-
-def test_waiting_names_what_is_missing_and_who_has_started():
-    waiting = Waiting(4, began=100.0)
-    assert waiting.look([], 109.0) is None
-    told = waiting.look([], 110.0)
-    says(told, "10 s", "0 of 4 workers")
-    assert waiting.look([], 111.0) is None
-    says(waiting.look([], 170.5), "70 s", "4")
-    says(waiting.look([phase_of("starting")], 171.0), "1 of 4 workers", "1 loading")
-    two = [phase_of("starting"), phase_of("data")]
-    says(waiting.look(two, 172.0), "2 of 4 workers", "1 waiting", "1 loading")
-    assert waiting.look([phase_of("data", steps=1), phase_of("data")], 300.0) is None
-    assert waiting.look([phase_of("starting")], 400.0) is None
+def test_a_slow_start_is_told_once_a_minute_until_its_first_step():
+    slow = SlowStart(began=100.0)
+    assert slow.look([], 159.0) is None
+    says(slow.look([], 160.0), "60 s", "none")
+    assert slow.look([], 161.0) is None
+    two = [heartbeat(0, steps=0, phase="starting"), heartbeat(1, steps=0, phase="data")]
+    says(slow.look(two, 220.5), "120 s", "1 data, 1 starting")
+    assert slow.look([heartbeat(0, steps=1), two[1]], 300.0) is None
+    assert slow.look(two[:1], 400.0) is None, "after a step, a group that grows is no slow start"
 
 
 def test_more_workers_than_cpus_are_named(monkeypatch):

@@ -23,7 +23,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.continuation import FAILURES, Device
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_nodes, describe, oom_kills
 from declutr.trainer.driver.group import Fit, build_group, kill_worker
-from declutr.trainer.driver.watchdog import Hang, Waiting, Watchdog
+from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel, Stopwatch, describe_start
@@ -132,7 +132,7 @@ class Supervisor:
         self._hang: Hang | None = None
         self._notices = ""
         self._stopwatch = Stopwatch(marks)
-        self._waiting: Waiting | None = None
+        self._slow_start = SlowStart(0.0)
         self._choose_device = choose_device
 
     def run_to_end(self) -> int:
@@ -177,7 +177,7 @@ class Supervisor:
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
         self._stopwatch.mark("ray")
         device = self._choose_device(ray.cluster_resources())
-        self._waiting = Waiting(self.scaling.least_workers, time.monotonic())
+        self._slow_start = SlowStart(time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
         settings = {**self._settings, "device": device, "channel": channel.name, "marks": self._stopwatch.marks}
         fit = Fit(build_group(self.scaling, self.run, settings))
@@ -235,7 +235,7 @@ class Supervisor:
         """Logs news of the workers, and kills a worker that hangs."""
         hang = self._watchdog.look(heartbeats, now)
         self._log_new_lines(heartbeats)
-        if self._waiting is not None and (message := self._waiting.look(heartbeats, now)):
+        if message := self._slow_start.look(heartbeats, now):
             get_logger().info("%s", message)
         for heartbeat in heartbeats:
             if heartbeat["rank"] == 0 and heartbeat["start"] and heartbeat["group"] not in self._started:

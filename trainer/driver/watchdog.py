@@ -8,15 +8,14 @@ from typing import Any
 
 from declutr.common.cluster import named_cluster
 from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.worker.heartbeat import PHASES
 
 Snapshot = dict[str, Any]
 
 _START_SECONDS = 60.0  # least limit for a group's first step, which opens the data and compiles
 _ALONE_SECONDS = 60.0  # added while no worker of the group writes: usually Ray is replacing the group
 _SILENT_SECONDS = 10.0  # a worker writes every 0.5 to 2 s; after this long it is stopped or cut off
-FIRST_SECONDS = 10.0
-_AGAIN_SECONDS = 60.0  # between two messages about the same wait
-_WORDS = {"starting": "loading", "fetching": "fetching the run or the shards", "data": "waiting for its first batch"}
+_SLOW_SECONDS = 60.0  # a start takes a few seconds, and on a busy machine half a minute
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Watchdog:
         current = {rank: seen for (group, rank), seen in self._written.items() if group == self.group}
         self.reached = max(self.reached, *(heartbeat["step"] for heartbeat, _ in current.values()))
         ranks = sorted(current.items())
-        signs = (self.group, *((rank, p["step"], p["entered"], p["phase"]) for rank, (p, _) in ranks))
+        signs = (self.group, *((rank, p["step"], p["phase"]) for rank, (p, _) in ranks))
         if signs != self._progress[0]:
             self._progress = (signs, now)
         still = now - self._progress[1]
@@ -94,44 +93,48 @@ class Watchdog:
         return self._blame(current, now, still)
 
     def _blame(self, current: dict[int, tuple[Snapshot, float]], now: float, still: float) -> Hang:
-        """Names the silent worker, else the one with the fewest exchanges entered, of equals the lowest rank."""
+        """Names the silent worker, else the one that is furthest behind, of equals the lowest rank.
+
+        The group starts again as a whole, so that a wrong name among equals costs nothing but the name.
+        """
         silent = {rank: now - at for rank, (_, at) in current.items()}
         worst = max(silent, key=lambda rank: silent[rank])
         if silent[worst] < _SILENT_SECONDS:
-            worst = min(current, key=lambda rank: (current[rank][0]["entered"], rank))
+            worst = min(current, key=lambda rank: (*_place(current[rank][0]), rank))
         phases = sorted({p["phase"] for rank, (p, _) in current.items() if rank != worst})
-        ahead = any(p["entered"] > current[worst][0]["entered"] for p, _ in current.values())
-        if phases and not ahead and silent[worst] < _SILENT_SECONDS:
-            waiting = f"; all {len(current)} workers wait in the same exchange, none is missing"
-        else:
-            waiting = f"; the others wait in {' and '.join(phases)}" if phases else ""
+        equal = len({_place(p) for p, _ in current.values()}) == 1
+        waiting = f"; the others wait in {' and '.join(phases)}" if phases else ""
+        if phases and equal and silent[worst] < _SILENT_SECONDS:
+            waiting = f"; all {len(current)} workers are there, so it may be another one"
         return Hang(current[worst][0], silent[worst], still, waiting)
 
 
-class Waiting:
-    """Reports what a start waits for: after ten seconds, at each change, and once a minute.
+def _place(heartbeat: Snapshot) -> tuple[int, int]:
+    """How far a worker is: its step, and the phase after it."""
+    return heartbeat["step"], PHASES.index(heartbeat["phase"])
 
-    `workers` is the least number of workers; `began` is in seconds of the clock of `look`.
+
+@dataclass
+class SlowStart:
+    """Reports once a minute that a start has taken no step yet.
+
+    Attributes:
+        began: start, in seconds of the clock of `look`.
     """
 
-    def __init__(self, workers: int, began: float) -> None:
-        self._workers, self._began = workers, began
-        self._sentence, self._sentence_at = "", began
-        self._over = False
+    began: float
+    _messages: int = 0
+    _over: bool = False
 
     def look(self, heartbeats: Sequence[Snapshot], now: float) -> str | None:
         """A message to log now, or None, from the newest heartbeats of this start's workers; `now` is in seconds."""
         self._over = self._over or any(heartbeat["steps"] for heartbeat in heartbeats)
-        if self._over or now - self._began < FIRST_SECONDS:
+        if self._over or now - self.began < _SLOW_SECONDS * (self._messages + 1):
             return None
+        self._messages += 1
         counts = Counter(heartbeat["phase"] for heartbeat in heartbeats)
-        doing = ", ".join(f"{number} {_WORDS.get(phase, phase)}" for phase, number in sorted(counts.items()))
-        size = max((heartbeat["size"] for heartbeat in heartbeats), default=self._workers)
-        sentence = f"{len(heartbeats)} of {size} workers have started{f' ({doing})' if doing else ''}"
-        if sentence == self._sentence and now - self._sentence_at < _AGAIN_SECONDS:
-            return None
-        self._sentence, self._sentence_at = sentence, now
-        return f"no step yet after {now - self._began:.0f} s: {sentence}"
+        phases = ", ".join(f"{number} {phase}" for phase, number in sorted(counts.items()))
+        return f"no step yet after {now - self.began:.0f} s; workers that have started: {phases or 'none'}"
 
 
 def oversubscribed(scaling: ScalingConfig) -> str | None:

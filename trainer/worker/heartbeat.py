@@ -1,28 +1,17 @@
-"""A worker's heartbeat, which a thread can read: its step, its phase, and the number of exchanges entered. No Ray.
-
-In a group without progress, the worker that has entered the fewest exchanges is to blame: the others wait in an
-exchange that it did not reach. The count costs a few assignments a step.
-"""
+"""A worker's heartbeat, which a thread can read: its step and its phase. No Ray."""
 
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
-from declutr.trainer.parallel.communicator import Communicator
-
-_KEPT_LINES = 10
-_PHASES = {
-    **dict.fromkeys(("all_gather", "all_reduce_sum", "all_reduce_max", "all_reduce_counts"), "gather"),
-    **dict.fromkeys(("all_reduce_sum_", "all_reduce_gradients", "wait"), "update"),
-    "all_reduce_or": "agree",
-}
-"""Phase of each exchange between all workers."""
+_KEPT_LINES = 10  # a snapshot is written twice a second
+PHASES = ("starting", "fetching", "validating", "reporting", "saving", "data", "forward", "ended")
+"""Phases in their order after a step: while a group waits, the worker in the earliest holds it up."""
 
 
 @dataclass
@@ -36,9 +25,7 @@ class Heartbeat:
         node: Ray's id of the host.
         step: last finished step of the run; -1 before the checkpoint is loaded.
         steps: number of steps that this group has finished.
-        phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, reporting, saving,
-            ended.
-        entered: number of exchanges between workers that it has entered; on a GPU, that it has queued.
+        phase: one of `PHASES`; forward lasts to the end of the step.
         start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,
             batch, first; empty before that step.
         line: newest line of metrics; on the first worker only.
@@ -56,7 +43,6 @@ class Heartbeat:
     step: int = -1
     steps: int = 0
     phase: str = "starting"
-    entered: int = 0
     start: dict[str, float] = field(default_factory=dict)
     line: dict[str, Any] | None = None
     logged: list[str] = field(default_factory=list)
@@ -74,13 +60,6 @@ class Heartbeat:
             yield
         finally:
             self.set_phase(before)
-
-    @contextmanager
-    def exchange(self, phase: str) -> Iterator[None]:
-        """Counts an exchange between all workers and sets its phase while the block runs."""
-        self.entered += 1
-        with self.doing(phase):
-            yield
 
     def set_phase(self, phase: str) -> None:
         """Sets the phase until the next change."""
@@ -116,26 +95,3 @@ class HeartbeatLogHandler(logging.Handler):
         """Keeps the newest lines."""
         self._heartbeat.logged = [*self._heartbeat.logged[1 - _KEPT_LINES :], record.getMessage()]
         self._heartbeat.num_logged += 1
-
-
-@dataclass(frozen=True)
-class CountedCommunicator(Communicator):
-    """The workers, with every exchange between them counted in the heartbeat of this worker."""
-
-    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))
-
-
-def _counted(name: str, phase: str) -> Callable[..., Any]:
-    """The exchange of this name, counted in this phase."""
-    exchange = getattr(Communicator, name)
-
-    @wraps(exchange)
-    def counted(self: CountedCommunicator, *arguments: Any, **keywords: Any) -> Any:
-        with self.heartbeat.exchange(phase):
-            return exchange(self, *arguments, **keywords)
-
-    return counted
-
-
-for _name, _phase in _PHASES.items():
-    setattr(CountedCommunicator, _name, _counted(_name, _phase))

@@ -14,6 +14,7 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches
+from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.gradcache import MicrobatchError
@@ -21,7 +22,7 @@ from declutr.trainer.step.step import NonFiniteLossError
 from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import refusal, set_up_torch
-from declutr.trainer.worker.heartbeat import CountedCommunicator, Heartbeat
+from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
 from declutr.trainer.worker.scheduler import TaskScheduler
 
@@ -52,7 +53,7 @@ def work(
     Returns:
         As `trainer/worker/entry.py`.
     """
-    comm = CountedCommunicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
+    comm = Communicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism)
     set_up_torch(config, device)
     with heartbeat.doing("fetching"):
         plan = RunPlan.of(config)
