@@ -67,7 +67,7 @@ def problems(load, text, *overrides):
 
 def test_values_are_replaced_by_overrides_and_read_back_when_printed(load):
     text = "train: {name: a, inner: {size: 2}}"
-    config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=b", "inner.size=3")
+    config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=c", "name=b", "inner.size=3")
     assert config.inner == Inner(size=3, rate=5e-5)
     assert isinstance(config.inner.rate, float)
     assert config.inputs == ("x", "y")
@@ -110,12 +110,9 @@ def test_config_reports_every_problem_at_once(load):
         (["inputs=[a", "lwo=2"], ("inputs", "'[a'", "YAML", "lwo", "unknown key", "`low`")),
         *[([text], (f"{text!r}", "key=value")) for text in ("=3", "inner.size", "")],
         (["high.x=1"], ("high.x", "holds 1", "section")),
-        (["low=1", "low=2"], ("'low=1'", "'low=2'", "undoes")),
-        (["low=1", "low=1"], ("'low=1'", "undoes")),
-        (["inner.size=1", "inner={size: 2}"], ("'inner.size=1'", "'inner={size: 2}'", "undoes")),
     ],
 )
-def test_words_that_are_no_overrides_or_undo_another_are_named(load, words, told):
+def test_words_that_are_no_overrides_are_named(load, words, told):
     """Also every part of an override that a shell cut at spaces."""
     says(" ".join(problems(load, "train: {name: a, high: 1}", *words)), told)
 

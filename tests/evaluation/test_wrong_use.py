@@ -46,7 +46,6 @@ CONFIGS = [
 SETTINGS = [
     (["run=file.txt"], "is a file; name a folder"),
     (["run=$NOT_SET/x"], "$NOT_SET is not set"),
-    (["run=docs", "data=docs"], "is the folder of the shards too"),
     (["run=shards"], "holds prepared shards"),
     (["run=point"], "holds a checkpoint"),
     (["data=none"], ("data = none", "run `prepare`")),

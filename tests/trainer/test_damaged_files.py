@@ -179,30 +179,6 @@ def test_metrics_end_at_the_last_step_before_a_damaged_line(run, damage):
     assert found is None if damage == "nested deeply" else found["step"] == STEPS
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, "folder") for name in ("config.yaml", "lock.json", METRICS, "seconds.json", "export/declutr.json")),
-        *((name, "file") for name in ("checkpoints", "export", "tensorboard")),
-        ("export", "broken link"),
-    ],
-)
-def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind):
-    """Continuing would not help, so the message must not promise that it does."""
-    place = run / name
-    if place.is_dir():
-        shutil.rmtree(place)
-    place.unlink(missing_ok=True)
-    if kind == "folder":
-        place.mkdir(parents=True)
-    elif kind == "file":
-        place.write_text("")
-    else:
-        place.symlink_to("gone")
-    with pytest.raises(ConfigError, match=all_of("run =", f"{kind} {name}")):
-        train(made, run)
-
-
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
 
 

@@ -8,17 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 from messages import says
 from metadataserver import metadata_server
 from processes import run_python
-from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 
 from declutr.trainer.driver.continuation import FAILURES
-from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_nodes, describe, oom_kills
-from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.driver.failure import GroupFailure, blame_memory, describe, oom_kills
 from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, SpotNotice, SpotWatch
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
@@ -93,31 +90,6 @@ def test_a_container_that_is_too_small_is_named(small_cgroup):
     summary = blame_memory(failure, before).summary
     says(summary, "worker 0 died", "1 process", "memory")
     assert "scaling.num_workers" in summary
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_death_is_put_down_to_a_node_that_is_gone():
-    """At once: Ray itself calls it alive for some seconds more."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    ray.init(address=cluster.address)
-    try:
-        head, other = (node.node_id for node in (cluster.head_node, *cluster.worker_nodes))
-        heartbeats = [Heartbeat(rank, 2, node=node).snapshot() for rank, node in enumerate((head, other))]
-        death, error = (
-            GroupFailure(f"worker 1{what}", kind, "account")
-            for what, kind in ((" died", "death"), (": OSError", "OSError"))
-        )
-        assert blame_nodes(death, heartbeats) == death
-        cluster.remove_node(*cluster.worker_nodes, allow_graceful=False)
-        blamed = blame_nodes(death, heartbeats)
-        says(blamed.summary, "worker 1", f"host {heartbeats[1]['host']}", f"pid {heartbeats[1]['pid']}", "died", "node")
-        assert (blamed.kind, blamed.account) == ("death", "account")
-        assert blame_nodes(error, heartbeats) == error
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 NOTICE = b'{"action": "terminate", "time": "2026-11-23T08:22:00Z"}'

@@ -217,11 +217,6 @@ def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
     assert plain.hash() != config_of(validation={"score": "mrr"}).hash()
 
 
-def test_the_score_of_another_process_is_refused():
-    with pytest.raises(ValueError, match=all_of("score = followed", "validation.stsb")):
-        config_of(validation={"score": "followed"})
-
-
 def test_an_objective_without_scores_chooses_nothing(monkeypatch):
     monkeypatch.setattr(type(config_of().objective), "scores", ())
     plain = config_of(export="last")

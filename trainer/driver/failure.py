@@ -1,13 +1,10 @@
 """Failures of a worker group: a short line with the worker's own error, and Ray's full message for the log file."""
 
 import re
-import socket
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.train
@@ -16,8 +13,6 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from declutr.common.console.logs import get_logger
 from declutr.trainer.driver.continuation import FAILURES, MOMENT
 
-_NODE_SECONDS = 2.0
-_GONE = ": its node is gone"
 # Errors of workers whose exchange failed because another worker died.
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
@@ -66,24 +61,6 @@ def describe(error: BaseException) -> GroupFailure:
     return GroupFailure(f"Ray: {_line(error)}", type(error).__name__, account, lost=isinstance(error, RayError))
 
 
-def blame_nodes(failure: GroupFailure, heartbeats: Sequence[dict[str, Any]]) -> GroupFailure:
-    """Attributes a worker's death to its node if the node is gone, which Ray itself notices seconds later.
-
-    `heartbeats` are the newest ones of the group's workers (trainer/worker/heartbeat.py).
-    """
-    if failure.kind != "death":
-        return failure
-    at_work = [heartbeat for heartbeat in heartbeats if heartbeat["phase"] != "ended"]
-    nodes = [node for node in ray.nodes() if node["NodeID"] in {heartbeat["node"] for heartbeat in at_work}]
-    gone = {node["NodeID"] for node in nodes if not node["Alive"] or not _answers(node)}
-    there = [heartbeat for heartbeat in at_work if heartbeat["node"] in gone]
-    if not there:
-        return failure
-    first = min(there, key=lambda heartbeat: int(heartbeat["rank"]))
-    who = f"worker {first['rank']} (host {first['host']}, pid {first['pid']})"
-    return replace(failure, summary=_died(who, len(there), _GONE))
-
-
 def oom_kills() -> int:
     """Number of processes in any container of this host that its kernel has killed for lack of memory."""
     try:
@@ -103,15 +80,6 @@ def blame_memory(failure: GroupFailure, kills_before: int) -> GroupFailure:
     return replace(failure, summary=f"{failure.summary}; {cause}: {remedy}")
 
 
-def _answers(node: dict[str, Any]) -> bool:
-    """True if the port of the node's raylet accepts connections."""
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _NODE_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
 def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
     """Finds the first cause: a worker with an error that no other worker caused, else a dead worker."""
     deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
@@ -122,14 +90,10 @@ def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
         return GroupFailure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
     if deaths:
         rank = min(deaths)
-        return GroupFailure(_died(_who(rank, deaths[rank]), len(deaths), _why(deaths[rank])), "death", account)
+        others = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
+        return GroupFailure(f"{_who(rank, deaths[rank])} died{others}{_why(deaths[rank])}", "death", account)
     rank = min(raised)
     return GroupFailure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
-
-
-def _died(who: str, number: int, why: str) -> str:
-    """Formats a message that names one dead worker and counts the others."""
-    return f"{who} died{f' (and {number - 1} more)' if number > 1 else ''}{why}"
 
 
 def _is_death(error: Exception) -> bool:
@@ -151,8 +115,8 @@ def _why(error: Exception) -> str:
     if isinstance(inner, OutOfMemoryError):
         return ": its node ran out of memory"
     if getattr(inner, "preempted", False) or "its node" in str(inner):
-        return _GONE
-    return " (killed, crashed, or out of memory: Ray does not know which)"
+        return ": its node is gone"
+    return " (killed, crashed, out of memory, or its node is gone: Ray does not know which)"
 
 
 def _line(error: BaseException) -> str:

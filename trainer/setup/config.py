@@ -170,11 +170,6 @@ class TrainConfig(Strict):
         """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
         if "objective" in info.data:  # absent if it has errors
             scores = (*validation.pairs, *info.data["objective"].scores)
-            if validation.score == "followed":
-                raise ValueError(
-                    "score = followed: no process scores a run alongside it any more; remove it, and choose by "
-                    "sentences with validation.stsb"
-                )
             if validation.score and validation.score not in scores:
                 options, hint = ", ".join(scores), suggest(validation.score, scores)
                 raise ValueError(

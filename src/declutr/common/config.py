@@ -86,8 +86,8 @@ def load_config(
     Validated settings are returned as they are if there are no overrides. Overrides are relative to the section. Their
     values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
 
-    Each key may be given once. `look` finds problems of the places that settings name; it is called only after another
-    problem, to report all at once.
+    A file may have each key once. `look` finds problems of the places that settings name; it is called only after
+    another problem, to report all at once.
 
     A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only, or
     in a dictionary.
@@ -140,9 +140,10 @@ def load_config(
 def apply_overrides(tree: dict[str, Any], words: Sequence[str], alternatives: Sequence[str] = ()) -> list[str]:
     """Apply each `a.b=value` to a tree of settings, in place; return the problems, one line each.
 
-    An override of one of the `alternatives`, of which a tree holds one, replaces the others.
+    The last of several for the same key counts. An override of one of the `alternatives`, of which a tree holds one,
+    replaces the others.
     """
-    problems = [*_twice(words), *filter(None, (_override(tree, text) for text in words))]
+    problems = list(filter(None, (_override(tree, text) for text in words)))
     overridden = {text.partition("=")[0] for text in words}
     present = [key for key in alternatives if tree.get(key) is not None]
     chosen = [key for key in present if key in overridden]
@@ -150,18 +151,6 @@ def apply_overrides(tree: dict[str, Any], words: Sequence[str], alternatives: Se
         if chosen and key not in overridden:
             get_logger().info("%s = %s replaces %s = %s of the file", chosen[0], tree[chosen[0]], key, tree[key])
             del tree[key]
-    return problems
-
-
-def _twice(overrides: Sequence[str]) -> list[str]:
-    """Problems of overrides that would silently undo an earlier one."""
-    problems = []
-    for number, text in enumerate(overrides):
-        key, equals, _ = text.partition("=")
-        for before in overrides[:number]:
-            earlier = before.partition("=")[0]
-            if equals and (earlier == key or earlier.startswith(f"{key}.")):
-                problems.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
     return problems
 
 

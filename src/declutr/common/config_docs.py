@@ -18,8 +18,6 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from declutr.common.errors import LONGEST_WORD, OTHER_WORDS, suggest
 
 _WIDTH = 100
-_REMOVED = {"straggler_factor": "no line names a slow worker any more; remove it"}
-"""What to do with settings that earlier versions had."""
 MAX_NUMBER = 10**12
 """Largest magnitude of a number."""
 MIN_NUMBER = 1e-37
@@ -160,8 +158,6 @@ def unknown_key(
         other_sections: settings of the file's other sections, by the section's name.
     """
     *parents, last = path
-    if last in _REMOVED:
-        return f"; {_REMOVED[last]}"
     everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     if path[0] == section and len(path) > 1:
         rest = ".".join(path[1:])
