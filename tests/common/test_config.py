@@ -127,8 +127,8 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("prepare.output=x", ("prepare.output", "unknown key", "`prepare`", "`declutr")),
-        ("unit_mib=8", ("unit_mib", "unknown key", "`prepare`", "`declutr prepare`")),
+        ("prepare.output=x", ("prepare.output", "unknown key", "known here: animal")),
+        ("unit_mib=8", ("unit_mib", "unknown key", "known here: animal")),
         ("nmae=b", ("nmae", "unknown key", "`name`")),
         ("inner.sise=1", ("inner.sise", "unknown key", "`inner.size`")),
         ("size=1", ("size", "unknown key", "`inner.size`")),
@@ -136,7 +136,7 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("named.one.wieght=1", ("named.one.wieght", "unknown key", "`named.one.weight`")),
         ("weight=1", ("weight", "unknown key", "`named.NAME.weight`")),
         ("named.one=5", ("named.one = 5", "section")),
-        ("train.name=", ("train.name", "unknown key", "`train`", "`name`")),
+        ("train.name=", ("train.name", "unknown key", "`name`")),
         ("low=on", ("low = True", "number", "yes", "no", "on", "off")),
         ("inner.rate=no", ("inner.rate = False", "number")),
         ("inner.rate=.nan", ("inner.rate = nan", "finite")),

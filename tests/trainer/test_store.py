@@ -236,19 +236,3 @@ def test_folders_stay_what_they_are(tmp_path):
     assert run_folder(remote.run, remote.cache).parent == tmp_path / "cache"
     assert run_folder(remote.run, remote.cache) != run_folder("s3://bucket/runs/two", remote.cache)
     assert remote.hash() == config.hash()
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_file_of_the_export_that_was_lost_in_the_store_is_sent_again(tmp_path, log, damage):
-    one = host(tmp_path, "one")
-    folder = one.folder / "export" / "1_Pooling"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("whole")
-    (one.folder / "export" / "model.safetensors").write_text("weights")
-    one.send_folder("export")
-    assert log == []
-    lost = tmp_path / "there" / "export" / "1_Pooling" / "config.json"
-    lost.unlink() if damage == "missing" else lost.write_text("who")
-    one.send_folder("export")
-    assert lost.read_text() == "whole"
-    assert any("config.json is missing" in line for line in log)

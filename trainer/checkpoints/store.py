@@ -129,18 +129,9 @@ class RunStore:
                 self.remote.delete(name)
 
     def send_folder(self, name: str) -> str:
-        """Sends a folder of the run, whole or not at all; returns its address.
-
-        Sizes in the store are compared with the local ones; a file that was lost there is sent again.
-        """
-        remote, local = self.remote / name, self.folder / name
-        remote.send(local)
-        sizes = remote.sizes()
-        for path in sorted(path for path in local.rglob("*") if path.is_file()):
-            file = path.relative_to(local).as_posix()
-            if sizes.get(file) != path.stat().st_size:
-                get_logger().warning("%s is missing or truncated: sending it again", remote.at(file))
-                remote.put(file, path)
+        """Sends a folder of the run, whole or not at all; returns its address."""
+        remote = self.remote / name
+        remote.send(self.folder / name)
         return remote.url
 
     def _missed(self, config: CheckpointConfig, score: str, newest: int) -> list[int]:

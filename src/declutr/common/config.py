@@ -95,7 +95,6 @@ def load_config(
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
     """
-    other_sections: dict[str, Any] = {key: {} for key in SECTIONS if key != section}
     withdrawn: list[str] = []
     if isinstance(overrides, str):
         raise ConfigError(section, [f"overrides = {overrides!r}: must be a list, as [{overrides!r}]"])
@@ -109,9 +108,7 @@ def load_config(
     elif not isinstance(settings, str | Path):
         raise ConfigError(name, [f"{type(settings).__name__}: settings are a {model.__name__}, a dict or a path"])
     else:
-        name, tree = f"{settings} ({section})", _read_sections(str(settings), section, model)
-        values = tree.pop(section)
-        other_sections |= tree
+        name, values = f"{settings} ({section})", _read_section(str(settings), section, model)
         withdrawn = _withdraw_trust(values)
     problems = apply_overrides(values, overrides, model.alternatives)
     decided = flat_keys(values)
@@ -126,7 +123,7 @@ def load_config(
     try:
         config = model.model_validate(values)
     except ValidationError as error:
-        problems += describe(error, model, values, section, other_sections)
+        problems += describe(error, model, values)
     problems += [
         line
         for line in number_problems(values, [model])
@@ -177,8 +174,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     return None
 
 
-def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:
-    """The sections of a file, of which `section` is a tree of settings."""
+def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The settings of a section of a file."""
     try:
         tree = read_yaml_file(find_config(name))
     except YamlError as error:
@@ -195,10 +192,10 @@ def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str,
         raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {text}{hint}"])
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
-    tree[section] = {} if tree[section] is None else tree[section]
-    if not isinstance(tree[section], dict):
-        raise ConfigError(name, [f"{section} = {shown_value(tree[section])} must be a section with keys"])
-    return tree
+    settings: Any = {} if tree[section] is None else tree[section]
+    if not isinstance(settings, dict):
+        raise ConfigError(name, [f"{section} = {shown_value(settings)} must be a section with keys"])
+    return settings
 
 
 def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
@@ -221,17 +218,8 @@ def first_problem(error: ValueError, model: type[BaseModel]) -> str:
     return problems[0] + (f", and {len(problems) - 1} more" if len(problems) > 1 else "")
 
 
-def describe(
-    error: ValidationError,
-    model: type[BaseModel],
-    values: Any = None,
-    section: str = "",
-    other_sections: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """One line per problem: dotted key, value, problem. With `values`, keys are named as they were written.
-
-    `other_sections` has the settings of the file's other sections, to which an unknown key may belong.
-    """
+def describe(error: ValidationError, model: type[BaseModel], values: Any = None) -> list[str]:
+    """One line per problem: dotted key, value, problem. With `values`, keys are named as they were written."""
     lines: dict[str, list[str]] = {}
     for item in error.errors():
         path = _written(item["loc"], values)
@@ -240,7 +228,7 @@ def describe(
             inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
             for rest in inside or [""]:
                 full = [*path, *rest.split(".")] if rest else path
-                hint = unknown_key(full, model, section, other_sections or {}) if len(lines) < _MOST_HINTS else ""
+                hint = unknown_key(full, model) if len(lines) < _MOST_HINTS else ""
                 if "known here" in hint and [f"unknown key{hint}"] in lines.values():  # said once
                     hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]

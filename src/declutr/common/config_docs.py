@@ -7,7 +7,7 @@ import difflib
 import inspect
 import math
 import textwrap
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from declutr.common.errors import LONGEST_WORD, OTHER_WORDS, suggest
+from declutr.common.errors import LONGEST_WORD, OTHER_WORDS
 
 _WIDTH = 100
 MAX_NUMBER = 10**12
@@ -146,37 +146,23 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def unknown_key(
-    path: Sequence[str], model: type[BaseModel], section: str = "", other_sections: Mapping[str, Any] | None = None
-) -> str:
+def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
     """Advice on an unknown key: the nearest key of its section, one of its name elsewhere, or all keys of its section.
 
     Args:
         path: the key and the sections above it.
         model: model of the whole section.
-        section: name of the section, with which a key may start by mistake.
-        other_sections: settings of the file's other sections, by the section's name.
     """
     *parents, last = path
-    everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
-    if path[0] == section and len(path) > 1:
-        rest = ".".join(path[1:])
-        hint = f": write `{rest}`" if rest in everywhere else suggest(rest, everywhere)
-        return f"; settings of the section `{section}` are named without it{hint}"
-    for other, settings in (other_sections or {}).items():
-        is_other_key = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
-        if is_other_key or path[0] == other:
-            return f"; it is a setting of the section `{other}`, which only `declutr {other}` reads"
+    own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
     if kinds := [kind for owner in sections if last in owner.model_fields for kind in _choices(owner, "kind")]:
         key = ".".join([*parents, "kind"])
         return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
-    own_word = OTHER_WORDS.get(last, last)
-    if own_word in beside:
-        return f"; did you mean `{beside[own_word]}`?"
+    everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     same = [key for key in everywhere if f".{key}".endswith(f".{own_word}")]
-    same = [key for key in same if ".NAME." not in key] or same
+    same = [beside[own_word]] if own_word in beside else [key for key in same if ".NAME." not in key] or same
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
@@ -185,7 +171,7 @@ def unknown_key(
     for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
         if len(word) <= LONGEST_WORD and (near := difflib.get_close_matches(word, choices, n=1)):
             return f"; did you mean `{choices[near[0]]}`?"
-    return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model, section, other_sections)
+    return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model)
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:

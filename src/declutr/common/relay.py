@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any, NoReturn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -49,7 +48,7 @@ def relay() -> None:
     global _parent
     numbers: set[int] = {
         number
-        for number in (*_FORWARDED, signal.SIGTSTP)
+        for number in _FORWARDED
         if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN
     }
     numbers.add(signal.SIGCHLD)
@@ -88,30 +87,15 @@ def end_with(parent: int, kernel: bool = sys.platform == "linux") -> None:
 def _forward(child: int, numbers: set[int]) -> NoReturn:
     """Forwards signals until the child has ended; as process 1 of a container it also takes in orphans."""
     signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS discards a signal whose default is to be ignored
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop this process alone, while the child works on
     while True:
         number = signal.sigwait(numbers)
         if number == signal.SIGCHLD:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:
                     _end(os.waitstatus_to_exitcode(ended[1]))
-        elif number == signal.SIGTSTP:
-            _suspend(child)
         else:
             os.kill(child, number)
-
-
-def _suspend(child: int) -> None:
-    """Ctrl-Z: stops the session of the child as the terminal would have, then this process until `fg` or `bg`."""
-    _signal_group(child, signal.SIGSTOP)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
-    os.kill(os.getpid(), signal.SIGTSTP)  # no effect where no shell could continue it
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
-    _signal_group(child, signal.SIGCONT)
-
-
-def _signal_group(child: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it has not called setsid yet
-        os.killpg(child, number)
 
 
 def _end(code: int) -> NoReturn:
