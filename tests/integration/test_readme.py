@@ -28,7 +28,10 @@ COMMANDS += [command for command in runs.commands_of(README) if command not in C
 COMMANDS.sort(key=lambda command: command[0] == "adapt")  # last: it starts from the encoder that others train here
 # What differs: everything is small.
 SHAPE = "{model_type: roberta, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 48}"
-SIZES = {"prepare": ["validation_fraction=0.1"], "train": [f"encoder.from_config={SHAPE}"]}
+SIZES = {
+    "prepare": ["validation_fraction=0.1"],
+    "train": [f"encoder.from_config={SHAPE}", "scaling.num_workers=0"],  # other tests start a group
+}
 
 
 @pytest.fixture(scope="module")

@@ -101,11 +101,7 @@ def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_a_loss_that_is_not_finite_ends_the_run_at_once(data, tmp_path, capsys):
-    changes = {
-        "optim": {"lr": 1e12},
-        "scaling": {"num_workers": 2, "max_failures": 5},
-        "checkpoint": {"every_steps": 1},
-    }
+    changes = {"optim": {"lr": 1e12}, "scaling": {"max_failures": 5}, "checkpoint": {"every_steps": 1}}
     values = runs.train_values(data, tmp_path / "run", **changes)
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
     said = capsys.readouterr().err

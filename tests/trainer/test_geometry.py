@@ -168,21 +168,16 @@ def test_steps_on_the_command_line_replace_the_epochs_of_a_file(overrides, found
         load_config("configs/cpu-small.yaml", "train", TrainConfig, ["steps=4", "epochs=2"])
 
 
-def remarks(manifest, held_out=400, steps=100, **validation):
+def remarks(manifest, held_out=400, **validation):
     manifest = manifest.model_copy(update={"totals": {"kept_held_out": held_out}})
     run = RunPlan(runs.least_config(validation=validation), Path("run"), {}, {"": (manifest,)}, None, {})
-    return validation_remarks(run, steps)
+    return validation_remarks(run)
 
 
-def test_too_few_validations_or_rows_are_told_with_a_remedy(tmp_path):
+def test_too_few_validated_rows_are_told_with_a_remedy(tmp_path):
     write_prepared(tmp_path, [[Row("word " * 64)]], geometry=runs.GEOMETRY)
     told = partial(remarks, load_manifest(tmp_path))
-    assert told() == told(200) == told(every_steps=0, held_out=0) == []
-    (few,) = told(steps=100, every_steps=30)
-    says(few, "validation.every_steps = 30", "4 validations", "100 steps")
-    assert few.endswith("set validation.every_steps=0.1")
-    (short,) = told(steps=4)
-    says(short, "epochs", "batch_documents")
+    assert told() == told(200) == told(every_steps=0, held_out=0) == told(every_steps=30) == []
     (rows,) = told(199)
     says(rows, "199 held-out documents", "half", "200")
     (limited,) = told(1000, max_documents=150)

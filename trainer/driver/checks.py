@@ -15,13 +15,12 @@ from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.driver.continuation import DEVICE, SUMMARY, device_problem, kept_device, other_shards, run_problems
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.metrics.config import STSB, steps_between
+from declutr.trainer.metrics.config import STSB
 from declutr.trainer.run import RunPlan, data_folder
 from declutr.trainer.setup.config import TaskSettings, TrainConfig
 from declutr.trainer.setup.corpora import corpora_problems
 from declutr.trainer.setup.scaling import ScalingConfig
 
-_MIN_VALIDATIONS = 5
 _OFTEN = 0.1  # of the batches
 
 
@@ -300,39 +299,23 @@ def data_problems(task: TaskSettings, corpora: Sequence[Manifest]) -> list[str]:
 # Warnings about a run that can start and may disappoint.
 
 
-def validation_remarks(plan: RunPlan, total_steps: int) -> list[str]:
-    """Warnings about validations that are too few, or of too few rows, to tell an effect from chance.
-
-    Args:
-        plan: of a run without problems.
-        total_steps: number of its steps.
-    """
-    validation, remarks = plan.config.validation, []
-    every_steps = steps_between(validation.every_steps, total_steps)
-    if not every_steps:
+def validation_remarks(plan: RunPlan) -> list[str]:
+    """A warning about validations of too few rows to tell an effect from chance; the run has no problems."""
+    validation = plan.config.validation
+    if not validation.every_steps or validation.score in validation.pairs:
         return []
-    number = -(-total_steps // every_steps)
-    if number < _MIN_VALIDATIONS:
-        steps = "increase epochs or lower batch_documents"
-        remedy = steps if total_steps < _MIN_VALIDATIONS else "set validation.every_steps=0.1"
-        remarks.append(
-            f"validation.every_steps = {validation.every_steps}: {number} validations in {total_steps} steps are too "
-            f"few to show whether the encoder still improves, which needs {_MIN_VALIDATIONS}; {remedy}"
-        )
-    if validation.score in validation.pairs:
-        return remarks
     available = validated_rows(plan)
     remedy = "prepare with a larger validation_fraction, or more documents"
     if available == validation.max_documents:
         remedy = "increase validation.max_documents"
     elif validation.data is not None:
         remedy = "prepare more rows in validation.data"
-    if available < 2 * MIN_ROWS:
-        remarks.append(
-            f"{available} held-out {plan.manifest.noun} are validated, and half of them report the result: an interval "
-            f"needs {2 * MIN_ROWS}; {remedy}"
-        )
-    return remarks
+    if available >= 2 * MIN_ROWS:
+        return []
+    return [
+        f"{available} held-out {plan.manifest.noun} are validated, and half of them report the result: an interval "
+        f"needs {2 * MIN_ROWS}; {remedy}"
+    ]
 
 
 def validated_rows(plan: RunPlan) -> int:

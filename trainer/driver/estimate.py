@@ -71,7 +71,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     validations, scored = _validations(plan)
     passes = steps * config.batch_documents / size
     seconds = steps * trial.step_seconds + (validations + 1) * trial.validation_seconds
-    advice = [*validation_remarks(plan, steps), *corpora_remarks(plan, steps)]
+    advice = [*validation_remarks(plan), *corpora_remarks(plan, steps)]
     yield f"planned from {trial.num_steps} measured step(s) on {trial.device}:"
     yield f"  steps        {steps:,} of {config.batch_documents:,} {noun}: {passes:,.3g} pass(es) over {size:,}"
     if len(config.places) > 1:

@@ -143,7 +143,7 @@ def _train(plan: RunPlan, signals: Signals, marks: dict[str, float]) -> dict[str
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
-        remarks = [*validation_remarks(plan, steps), *corpora_remarks(plan, steps)]
+        remarks = [*validation_remarks(plan), *corpora_remarks(plan, steps)]
         for sentence in filter(None, [oversubscribed(config.scaling), *remarks]):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
