@@ -122,7 +122,8 @@ class RunPlan:
             yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps:,} steps, {passes}"
 
     def for_workers(self) -> dict[str, Any]:
-        """The configuration with absolute paths, as each worker has a different working directory, and the identity."""
+        """The configuration with absolute paths, and the identity, as JSON."""
+        # Ray starts each worker in a working directory of its own.
         return {"config": with_absolute_paths(self.config.model_dump(mode="json")), "identity": self.identity}
 
 
@@ -167,14 +168,13 @@ def _copy(address: str, cache: str) -> Path:
 def _scored(config: TrainConfig, unreadable: dict[str, str]) -> tuple[Manifest | None, dict[str, str]]:
     """The manifest of `validation.data`, and the hashes of what `validation` names, by setting; adds to `unreadable`.
 
-    A validation reads them beside the run's own held-out rows, so that a resume must find the same content. Nothing is
-    read if no validation takes place.
+    Nothing is read if no validation takes place.
     """
     validation, contents, manifest = config.validation, dict[str, str](), None
     if validation.data is not None and validation.every_steps:
         try:
             manifest = load_manifest(data_folder(validation.data, config.cache))
-            contents["data"] = data_hash(manifest)
+            contents["data"] = data_hash(manifest)  # scores of other rows after a resume would not compare
         except _UNREADABLE as error:
             unreadable["validation.data"] = f"validation.data = {validation.data}: {error}"
     for score, place in validation.pairs.items():
@@ -244,7 +244,7 @@ def _spans(task: TaskSettings, run: Path, manifest: Manifest | None) -> SpanConf
     missing = [key for key in _GEOMETRY if key not in task.spans.model_fields_set]
     if not missing:
         return task.spans
-    began = manifest is None or bool(steps_in(run / CHECKPOINTS))
+    began = manifest is None or bool(steps_in(run / CHECKPOINTS))  # else nothing is computed yet
     values = (_started_with(run, task.name) if began else {}) or _of_shards(task, manifest)
     update = {key: values[key] for key in missing if key in values}
     if "min_tokens" in update:

@@ -183,7 +183,7 @@ class TrainConfig(Strict):
         scores = (*self.validation.pairs, *self.objective.scores)
         if scores and not self.validation.score:
             default = scores[0]
-            self.__dict__["validation"] = self.validation.model_copy(update={"score": default})
+            self.__dict__["validation"] = self.validation.model_copy(update={"score": default})  # settings are frozen
         return self
 
     @model_validator(mode="after")
@@ -245,7 +245,7 @@ class TrainConfig(Strict):
         )
 
     def tasks(self) -> dict[str, TaskSettings]:
-        """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
+        """The main task, named "", and the additional ones in the order of their names."""
         return {"": self.main} | {
             name: TaskSettings(
                 name=name,
@@ -256,11 +256,11 @@ class TrainConfig(Strict):
                 optim=task.optim or self.optim,
                 batch_documents=task.batch_documents,
                 canonical_documents=self._canonical(task.batch_documents),
-                seed=seeding.torch_seed(self.seed, "branch", name),
+                seed=seeding.torch_seed(self.seed, "branch", name),  # an old name, which decides every draw of the task
                 weight=task.weight,
                 frontend=task.frontend,
             )
-            for name, task in sorted(self.auxiliary_tasks.items())
+            for name, task in sorted(self.auxiliary_tasks.items())  # their order in a file has no effect
         }
 
     def _canonical(self, batch_documents: int) -> int | None:
@@ -307,14 +307,13 @@ class TrainConfig(Strict):
         """The settings that determine the result; a run is resumed only if they are unchanged.
 
         What a validation reads is named by its content (`with_contents`), not by its place.
-
-        `on_nonfinite_loss` is not among them: it has no effect before a bad loss, and after one only `skip` continues.
-        Neither is `validation.patience`, which determines where a run ends, but not its steps.
         """
         places = ("run", "data", "cache")
         written = ("checkpoint", "metrics")
+        # on_nonfinite_loss has no effect before a bad loss, and after one only `skip` continues.
         free = (*places, *written, "scaling", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
-        settings = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
+        patience = {"patience"}  # decides where a run ends, but not its steps
+        settings = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": patience})
         for name, task in self.tasks().items():
             values: dict[str, object] = settings["auxiliary_tasks"][name] if name else settings
             values.pop("data", None)  # where it is decides nothing, and the shards have hashes
@@ -322,7 +321,7 @@ class TrainConfig(Strict):
                 values["data.weight"] = list(shares_of(task.data))
         validation: dict[str, object] = settings["validation"]
         validation["score"] = validation["score"] or "followed"  # part of the hash of every run without a score
-        validation.update(self._contents)
+        validation.update(self._contents)  # a folder that moves is the same data
         return settings
 
     def hash(self) -> str:

@@ -40,11 +40,11 @@ class ScalingConfig(Strict):
     elastic_resize_interval_seconds: float = Field(default=60.0, gt=0)
     """Seconds between checks whether a group of `[least, most]` workers can grow. Growing repeats the steps since the
     last checkpoint."""
-    max_failures: int = Field(default=100, ge=0)
+    max_failures: int = Field(default=100, ge=0)  # hosts of a spot market go all day: a few would end a week's run
     """Largest number of restarts after failures. Nodes removed with notice do not count."""
     max_repeated_failures: int = Field(default=3, ge=1)
     """End the run when the same failure occurs this many times in a row at one step."""
-    restart_backoff_seconds: float = Field(default=2.0, ge=0)
+    restart_backoff_seconds: float = Field(default=2.0, ge=0)  # Ray's own retries have no pause
     """Pause before the second restart after failures without progress; doubled each time, up to a minute. The first
     follows at once."""
     watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
@@ -52,7 +52,7 @@ class ScalingConfig(Strict):
     step, validation and save."""
     shutdown_grace_seconds: float = Field(default=25.0, gt=0)
     """Time after SIGTERM or Ctrl-C for workers to finish their step and save. Kubernetes kills after 30 s."""
-    spot_notices: Literal["aws", "gcp"] | None = None
+    spot_notices: Literal["aws", "gcp"] | None = None  # no run asks an address that its user did not choose
     """Cloud whose metadata server one worker of each host asks every 5 seconds for the end of a spot host; workers then
     save, and the group starts on other nodes. null: not asked."""
     data_cpus: int = Field(default=2, ge=1)
@@ -61,6 +61,7 @@ class ScalingConfig(Strict):
     @property
     def num_cpus(self) -> int:
         """CPUs of a session on this machine, for the workers and the tasks that read shards."""
+        # With fewer than the workers reserve, they would wait for a CPU that never becomes free.
         return max(self.most_workers * self.cpus_per_worker + self.data_cpus, os.cpu_count() or 1)
 
     @property

@@ -28,7 +28,7 @@ def started_cluster() -> str | None:
 
 
 def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str | None:
-    """An error message if the cluster does not answer; Ray itself would wait almost two minutes.
+    """An error message if the cluster does not answer.
 
     Args:
         name: name of the setting.
@@ -41,6 +41,7 @@ def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str |
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
+            # Ray itself would wait almost two minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
             if time.monotonic() + _PAUSE_SECONDS > deadline:
@@ -56,8 +57,6 @@ def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str |
 def use_network_of(address: str) -> None:
     """Lets gloo and NCCL listen at an address of this host, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
 
-    Gloo would take the address of the host's name, which Debian makes 127.0.1.1; NCCL the first interface it finds.
-
     Args:
         address: this host's address in the cluster.
     """
@@ -65,6 +64,7 @@ def use_network_of(address: str) -> None:
 
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
+            # Gloo would take the address of the host's name, which Debian makes 127.0.1.1; NCCL the first interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name for a prefix without `=`
 

@@ -130,7 +130,7 @@ def load_config(
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
-        raise ConfigError(name, problems + (look(values) if look else []))
+        raise ConfigError(name, problems + (look(values) if look else []))  # without problems, the command looks later
     return config
 
 
@@ -165,7 +165,7 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     if len(parents) >= MAX_DEPTH:
         return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {MAX_DEPTH}"
     for parent in parents:
-        if tree.get(parent) is None:  # absent, or a key without a value
+        if tree.get(parent) is None:  # absent, or a section whose lines are all comments
             tree[parent] = {}
         if not isinstance(tree[parent], dict):
             return f"override {key}: `{parent}` holds {shown_value(tree[parent])}, not a section with keys"

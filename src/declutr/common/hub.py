@@ -63,7 +63,7 @@ def hub_or_cache() -> Iterator[str | None]:
 
 @lru_cache
 def _connection_problem(address: str) -> str | None:
-    """Sends one request a process and address, in a thread, because a DNS lookup may take longer than the timeout."""
+    """Sends one request a process and address."""
     from huggingface_hub import get_session
 
     answers: list[str | None] = []
@@ -82,7 +82,7 @@ def _connection_problem(address: str) -> str | None:
 
     thread = threading.Thread(target=ask, name="declutr-hub", daemon=True)
     thread.start()
-    thread.join(PATIENCE_SECONDS)
+    thread.join(PATIENCE_SECONDS)  # a lookup by DNS may take longer than the request's timeout
     return answers[0] if answers else f"{address} does not answer within {PATIENCE_SECONDS:.0f} s"
 
 

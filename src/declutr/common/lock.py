@@ -2,9 +2,8 @@
 
 On the holder's host, the lock is held while the process exists, so kill -9 releases it; on another host, while its
 heartbeat is recent by the clock of the storage. The check and the write exclude other commands: in a folder by flock.
-In a store each command first writes an entry of its own and then lists all entries. Stores list what was written before
-(S3 since 2020, Google Storage), so of two commands at least one meets the other's entry, and only a command that meets
-none goes on. This needs no conditional write, which Arrow's clients do not have.
+In a store each command first writes an entry of its own and then lists all entries; of two commands at least one meets
+the other's entry, and only a command that meets none goes on.
 
 `filelock.SoftFileLease` (4.2.11) does less: a new command waits for a whole lease before it takes the lock of a host
 that is gone, and on NFS, which cannot exchange two names, it never takes a stale lock.
@@ -32,7 +31,7 @@ from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"
-_STALE_SECONDS = 60.0
+_STALE_SECONDS = 60.0  # six missed heartbeats of a store
 _ENTRY = f".{LOCK}."
 """Start of the names of the entries of commands that are about to read and write the lock of a store."""
 _ATTEMPTS = 8  # pauses of up to 0.1, 0.2 ... 12.8 s
@@ -107,7 +106,7 @@ class RunLock(Watcher):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        linked = False  # it may be unlinked between opening and locking
+        linked = False  # the file may be unlinked between opening and locking
         while not linked:
             with self._path.open("ab") as stream:  # closing it releases the flock
                 fcntl.flock(stream, fcntl.LOCK_EX)
@@ -166,6 +165,8 @@ class StoreLock(RunLock):
     def _alone(self) -> Iterator[None]:
         try:
             for attempt in range(_ATTEMPTS):
+                # Stores list what was written before (S3 since 2020). A conditional write would take one request, and
+                # Arrow's clients have none.
                 self._remote.put(self._entry, b"{}")
                 if not self._others_enter():
                     yield

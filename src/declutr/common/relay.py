@@ -41,9 +41,9 @@ def command_pid() -> int:
 def relay() -> None:
     """Returns in a child process with a new session; this process forwards signals to it and never returns.
 
-    The exit status is that of the child, also death by a signal. The child is killed if this process is killed, so
-    no run continues unseen. A signal that is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never
-    are. Call it in the main thread, before another thread has started.
+    The exit status is that of the child, also death by a signal. The child is killed if this process is killed. A
+    signal that is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never are. Call it in the main
+    thread, before another thread has started.
     """
     global _parent
     numbers: set[int] = {
@@ -59,7 +59,7 @@ def relay() -> None:
         _forward(child, numbers)
     _parent = parent
     os.setsid()
-    end_with(parent)
+    end_with(parent)  # no run continues unseen, and the same command can start again at once
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

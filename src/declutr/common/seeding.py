@@ -22,7 +22,7 @@ U64 = NDArray[np.uint64]
 
 def key_for(seed: int, purpose: str) -> int:
     """64-bit key of a stream of draws. Two purposes never share a stream."""
-    digest = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()  # \0: seed 1, "2x" is not 12, "x"
     return int.from_bytes(digest, "little")
 
 
@@ -80,4 +80,4 @@ def unit(drawn: U32) -> NDArray[np.float64]:
 def torch_seed(seed: int, purpose: str, *position: int | str) -> int:
     """A 63-bit seed for a `torch.Generator` or `torch.random.fork_rng` block at this position."""
     text = "\0".join([str(seed), purpose, *map(str, position)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1  # torch takes 63 bits

@@ -61,23 +61,20 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
 
 
 def _in_lasting_thread(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
-    """Starts Ray in a thread that lives as long as this process.
-
-    Linux kills Ray's head when its parent ends, and the parent is the thread that started it. In the main thread,
-    `ray.init` would also replace this process's handler of SIGTERM. SIGHUP is blocked for the processes that start
-    here, so that their parent can end them in order.
-    """
+    """Starts Ray in a thread that lives as long as this process."""
     started = Future[None]()
 
     def start() -> None:
+        # Ray's processes inherit this, so that a closed terminal does not end them before their parent does in order.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             _init(num_cpus, address, wait_seconds)
             started.set_result(None)
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             started.set_exception(error)
-        threading.Event().wait()
+        threading.Event().wait()  # Linux kills Ray's head when the thread that started it ends
 
+    # Not the main thread, where `ray.init` would replace this process's handler of SIGTERM.
     threading.Thread(target=start, name="declutr-ray", daemon=True).start()
     started.result()
 

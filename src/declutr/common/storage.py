@@ -43,9 +43,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield aside
-        fsync_path(aside)
+        fsync_path(aside)  # before it has its name, or a power failure could leave an empty file of that name
         aside.replace(path)
-        fsync_path(path.parent)
+        fsync_path(path.parent)  # the name is on disk, too, when the call returns
     finally:
         aside.unlink(missing_ok=True)
 
@@ -77,7 +77,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         if replace and path.exists():
             path.rename(before)
         aside.rename(path)
-        fsync_path(path.parent)
+        fsync_path(path.parent)  # before the old folder is deleted
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if replace:

@@ -16,7 +16,7 @@ class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes each record on a separate line: clears a progress bar on the same stream and redraws it afterwards."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(file=self.stream):
+        with tqdm.external_write_mode(file=self.stream):  # else the line would begin behind the bar
             super().emit(record)
 
 
