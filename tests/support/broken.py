@@ -1,4 +1,4 @@
-"""Ways to break a file of a run or of shards."""
+"""Ways to break a file of a run or of shards, and what a folder then holds."""
 
 
 def truncate(path, num_bytes=10):
@@ -21,3 +21,12 @@ def empty(path):
 def remove(path):
     """Deletes a file."""
     path.unlink()
+
+
+def contents(folder):
+    """Bytes of each file below a folder, and targets of links, by name."""
+    return {
+        path.relative_to(folder).as_posix(): path.readlink() if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import tinyruns as runs
-from broken import empty, flip_a_bit, remove, truncate
+from broken import contents, empty, flip_a_bit, remove, truncate
 from damagedjson import DAMAGED
 from madeup import STEPS, config_of, finish, save
 from messages import all_of
@@ -180,10 +180,6 @@ def test_metrics_end_at_the_last_step_before_a_damaged_line(run, damage):
 
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
-
-
-def contents(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

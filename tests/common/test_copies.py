@@ -1,0 +1,287 @@
+"""`declutr copy`: nothing of a user is replaced, nothing hostile is written, whole or not there."""
+
+import json
+import os
+import threading
+
+import pytest
+from broken import contents
+from messages import all_of, says
+from volumes import small_volume
+from waiting import until
+
+from declutr.cli.main import main as declutr
+from declutr.common.errors import RemoteError
+from declutr.common.storage import LISTING
+from declutr.common.stores.copies import fetch_all, main
+from declutr.common.stores.folder import Folder, RetryPolicy
+
+HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
+
+
+@pytest.fixture
+def sent(folder, tmp_path):
+    """A folder that was sent, and its address."""
+    (folder / "a.bin").write_bytes(b"a" * 100)
+    (folder / "deep/b").write_text("b")
+    place = f"file://{tmp_path}/remote/data"
+    Folder(place).send(folder)
+    return folder, place
+
+
+def strangers(folder):
+    """Changes after which a folder holds something that `copy` did not fetch."""
+
+    def write(name, text="mine"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    return {
+        "a file beside": lambda: write("thesis.txt"),
+        "a file in a new folder": lambda: write("report/report.html"),
+        "a hidden file": lambda: write(".env"),
+        "a changed file": lambda: write("deep/b", "edited"),
+        "a link": lambda: (folder / "link").symlink_to("/etc"),
+        "a dangling link": lambda: (folder / "link").symlink_to("nowhere"),
+        "a pipe": lambda: os.mkfifo(folder / "pipe"),
+    }
+
+
+@pytest.mark.parametrize("change", strangers(None))
+def test_pull_leaves_foreign_files(sent, tmp_path, change, capsys):
+    _, place = sent
+    copy = tmp_path / "copy"
+    fetch_all(Folder(place), copy)
+    strangers(copy)[change]()
+    before = contents(copy)
+    (sent[0] / "a.bin").write_bytes(b"changed")
+    Folder(place).send(sent[0])
+    assert main([place, str(copy)]) == 1
+    says(capsys.readouterr().err, "`declutr copy`", "changed")
+    assert contents(copy) == before
+    assert not list(tmp_path.glob(".copy*.tmp"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "mount", "parent"])
+def test_a_place_that_is_no_copy_is_refused(sent, tmp_path, kind, capsys):
+    """The folder of someone's documents; a file; a mount; the folder in which the store itself is."""
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents/thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("mine")
+    place = {"folder": tmp_path / "documents", "file": tmp_path / "file", "mount": "/proc", "parent": tmp_path}[kind]
+    before = contents(tmp_path)
+    assert main([sent[1], str(place)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert {name: value for name, value in contents(tmp_path).items() if not name.endswith(".lock")} == before
+
+
+def test_an_unchanged_copy_gives_way_and_keeps_what_is_the_same(sent, tmp_path):
+    folder, place = sent
+    copy = tmp_path / "copy"
+    copy.mkdir()  # an empty folder is nobody's
+    fetch_all(Folder(place), copy)
+    inode = (copy / "deep/b").stat().st_ino
+    (folder / "a.bin").write_bytes(b"changed")
+    (folder / "new").write_text("new")
+    Folder(place).send(folder)
+    fetch_all(Folder(place), copy)
+    assert contents(copy) == contents(folder)
+    assert (copy / "deep/b").stat().st_ino == inode
+    (tmp_path / "link").symlink_to(copy)
+    (folder / "new").unlink()
+    Folder(place).send(folder)
+    fetch_all(Folder(place), tmp_path / "link")
+    assert contents(copy) == contents(folder)
+    assert (tmp_path / "link").is_symlink()
+    (copy / "a.bin").unlink()  # nothing is lost by fetching it again
+    fetch_all(Folder(place), copy)
+    assert contents(copy) == contents(folder)
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "list", "gone"])
+def test_a_damaged_store_leaves_the_copy_of_before(sent, tmp_path, damage):
+    folder, place = sent
+    copy = tmp_path / "copy"
+    fetch_all(Folder(place), copy)
+    before = contents(copy)
+    (folder / "a.bin").write_bytes(b"changed")
+    Folder(place).send(folder)
+    remote = tmp_path / "remote/data"
+    if damage == "altered":
+        (remote / "a.bin").write_bytes(b"half")
+    elif damage == "missing":
+        (remote / "a.bin").unlink()
+    elif damage == "list":
+        (remote / LISTING).write_bytes((remote / LISTING).read_bytes()[:20])
+    else:
+        (tmp_path / "remote/data").rename(tmp_path / "remote/elsewhere")
+    with pytest.raises(OSError, match=r"altered|missing|No such|not a list|nothing found"):
+        fetch_all(Folder(place, HASTE), copy)
+    assert contents(copy) == before
+    assert not list(tmp_path.glob(".copy*.tmp"))
+
+
+NAMES = [
+    "../x", "/etc/x", "a/../../x", "a//b", "", ".", "a/", "..\\x", "a\\b", "C:/x", "c:x", "a/D:", "x\0y", "a\nb",
+    "\x1b[31m", "a.bin/b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_leave_the_folder_are_refused_before_a_byte_is_written(sent, tmp_path, name):
+    _, place = sent
+    listing = tmp_path / "remote/data" / LISTING
+    files = json.loads(listing.read_text())["files"]
+    listing.write_text(json.dumps({"files": files | {name: {"sha256": "0", "num_bytes": 1}}}))
+    for address, copy in ((place, tmp_path / "copy"), (f"file://{tmp_path}/remote", tmp_path / "run")):
+        with pytest.raises(RemoteError, match="outside the folder"):
+            fetch_all(Folder(address, HASTE), copy)
+        assert not copy.exists()
+    assert not [path for path in tmp_path.rglob(".*") if path.name.startswith((".copy", ".run"))]
+
+
+@pytest.mark.parametrize("key", ["run/../x", "run//x", "run/./x", "run/a\\..\\..\\x", "run/C:\\x"])
+def test_keys_of_a_store_are_names_too(server, tmp_path, key):
+    """Objects may have any key; those of a folder without a list are judged before the first is fetched."""
+    import boto3
+
+    bucket = server("run", bucket="hostile")
+    endpoint = bucket.partition("endpoint_override=")[2]
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.create_bucket(Bucket="hostile")
+    for name in ("run/good", key):
+        client.put_object(Bucket="hostile", Key=name, Body=b"x")
+    try:
+        with pytest.raises(RemoteError, match="outside the folder"):
+            fetch_all(Folder(bucket, HASTE), tmp_path / "copy")
+    finally:
+        for name in ("run/good", key):
+            client.delete_object(Bucket="hostile", Key=name)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.usefixtures("sent")
+def test_links_of_a_shared_folder_are_no_way_out(tmp_path):
+    """Neither links nor pipes are followed; in a folder with a list nobody asks for them."""
+    for name, make in (("link", lambda path: path.symlink_to(tmp_path / "local")), ("pipe", os.mkfifo)):
+        make(tmp_path / "remote" / name)
+        with pytest.raises(RemoteError, match=all_of("files", "folders")):
+            fetch_all(Folder(f"file://{tmp_path}/remote", HASTE), tmp_path / "copy")
+        (tmp_path / "remote" / name).unlink()
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(sent, tmp_path):
+    copy = tmp_path / "copy"
+    fetch_all(Folder(sent[1]), copy)
+    copy.rename(tmp_path / ".copy.before.tmp")
+    fetch_all(Folder(sent[1]), copy)
+    assert contents(copy) == contents(sent[0])
+    assert not list(tmp_path.glob(".copy*.tmp"))
+
+
+@pytest.mark.parametrize("left_bytes", [0, 2**20])
+def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, capsys, left_bytes):
+    (sent[0] / "large").write_bytes(os.urandom(2**21))
+    Folder(sent[1]).send(sent[0])
+    with small_volume(tmp_path / "disk", 4) as volume:
+        volume.fill(left_bytes)
+        assert main([sent[1], str(volume.path / "copy")]) == 1
+        errors = capsys.readouterr().err
+        assert "does not answer" not in errors
+        says(errors, "this host", "No space left on device")
+        assert not (volume.path / "copy").exists()
+        volume.drain()
+        assert main([sent[1], str(volume.path / "copy")]) == 0
+        assert contents(volume.path / "copy") == contents(sent[0])
+
+
+def test_push_names_what_it_does_not_send_and_refuses_what_pull_would_refuse(sent, capsys, tmp_path):
+    os.mkfifo(sent[0] / "fifo")
+    (sent[0] / "loop").symlink_to(".")
+    (sent[0] / "gone").symlink_to("nowhere")
+    assert main([str(sent[0]), sent[1]]) == 0
+    errors = capsys.readouterr().err
+    for name in ("fifo", "gone", "loop"):
+        says(errors, f"{name} is not sent")
+    assert "a.bin is" not in errors
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a\\b").write_text("x")
+    assert main([str(tmp_path / "data"), f"file://{tmp_path}/there"]) == 1
+    assert not (tmp_path / "there").exists()
+
+
+def test_pull_leaves_files_written_meanwhile(sent, tmp_path):
+    """The store does not answer, a link to a folder being in place of a file, until the copy was written to."""
+    folder, place = sent
+    copy, remote = tmp_path / "copy", tmp_path / "remote/data/a.bin"
+    fetch_all(Folder(place), copy)
+    (folder / "a.bin").write_bytes(b"changed")
+    Folder(place).send(folder)
+    remote.unlink()
+    remote.symlink_to(tmp_path)
+    (tmp_path / "new").write_bytes(b"changed")
+
+    def write():
+        until(lambda: list(tmp_path.glob(".copy.*.tmp")))
+        (copy / "thesis.txt").write_text("mine")
+        (tmp_path / "new").rename(remote)  # at no moment is nothing there
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(RemoteError, match=all_of("changed", "fetch")):
+        fetch_all(Folder(place, RetryPolicy(20, first_seconds=0.02)), copy)
+    writer.join()
+    assert (copy / "thesis.txt").read_text() == "mine"
+    assert (copy / "a.bin").read_bytes() == b"a" * 100
+
+
+def test_an_unfinished_preparation_is_not_fetched(tmp_path, capsys):
+    """Its first file is plan.json; the list of a finished output, which names all files, is the last."""
+    folder = tmp_path / "remote/out"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    (folder / "train-0.arrow").write_bytes(b"x")
+    assert main([f"file://{folder}", str(tmp_path / "copy")]) == 1
+    says(capsys.readouterr().err, "unfinished preparation", "nothing")
+    assert not (tmp_path / "copy").exists()
+    Folder(f"file://{tmp_path}/remote/whole").send(folder)
+    assert main([f"file://{tmp_path}/remote/whole", str(tmp_path / "copy")]) == 0
+    assert (tmp_path / "copy/plan.json").is_file()
+
+
+def test_copy_counts_files_and_bytes(sent, tmp_path, capsys):
+    folder = sent[0]
+    url = f"file://{tmp_path}/there"
+    assert main([str(folder), url]) == 0
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    whole = f"{sum(sizes) / 2**20:.1f} MiB in {len(sizes)} files"
+    shown = capsys.readouterr()
+    says(shown.out, url, whole, f"{len(sizes)} of them")
+    says(shown.err, whole, url)
+    assert main([str(folder), url]) == 0
+    assert capsys.readouterr().out.count(", 0 of them") == 1
+    assert main([url, str(tmp_path / "back")]) == 0
+    assert contents(tmp_path / "back") == contents(folder)
+    shown = capsys.readouterr()
+    says(shown.out, f"{tmp_path}/back", whole, f"{len(sizes)} of them")
+    says(shown.err, f"{len(sizes)} of {len(sizes)} files", url)
+    assert main([url, str(tmp_path / "back")]) == 0
+    assert capsys.readouterr().out.count(", 0 of them") == 1
+    assert main([f"{url}/nothing", str(tmp_path / "none")]) == 1
+    assert main([str(tmp_path / "none"), url]) == 1
+    says(capsys.readouterr().err, "not a folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["copy", "here", "there"], ("neither is an address", "cp -r")),
+        (["copy", "s3://bucket/a", "gs://bucket/b"], ("both are addresses", "copy to a folder")),
+        (["push", "here", "s3://bucket/a"], "declutr copy FOLDER ADDRESS"),
+        (["pull", "s3://bucket/a", "here"], "declutr copy ADDRESS FOLDER"),
+    ],
+)
+def test_a_direction_that_is_none_is_refused(capsys, arguments, problem):
+    assert declutr(arguments) == 1
+    says(capsys.readouterr().err, problem)
