@@ -207,12 +207,12 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     recorder = Recorder(loop, 1, SimpleNamespace(waited_seconds=0.0), metrics, None, event)
     for step in range(1, 13):
         taken, ended = [Pending(step)], event()
-        recorder.settle()
-        recorder.hold(taken, ended)
+        recorder.flush_pending()
+        recorder.add(taken, ended)
         if step % 4 == 0 or not late:
-            recorder.settle()
+            recorder.flush_pending()
             clock[0] += 7.0  # a validation
-        recorder.proceed()
+        recorder.restart_clock()
     whole = computed + update
     assert found == pytest.approx([max(queued, whole) if late else queued + whole] * 12, abs=0.02)
     assert max(found[1:3] + found[5:7]) - min(found[1:3] + found[5:7]) < 1e-9

@@ -118,17 +118,17 @@ class TrainingLoop:
                 self.stopwatch.mark("batch")
             agreement = Agreement(partial(self.requests, step))
             pending, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
-            recorder.settle()  # the step before, which the device finishes while it has this one to compute
-            recorder.hold(pending, ended)
+            recorder.flush_pending()  # the step before, which the device finishes while it has this one to compute
+            recorder.add(pending, ended)
             due = step == train_step.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.scheduler.late:
-                recorder.settle()
+                recorder.flush_pending()
             heartbeat.finish_step(step)
             scores = self.validate(step, metrics) if due else {}
-            if self.checkpointing.after_step(step, scores, self.stop(), recorder.settle, agreement.agreed):
+            if self.checkpointing.after_step(step, scores, self.stop(), recorder.flush_pending, agreement.agreed):
                 heartbeat.set_phase("ended")
                 return step
-            recorder.proceed()
+            recorder.restart_clock()
         return done
 
     def requests(self, step: int) -> Request:
@@ -229,7 +229,7 @@ class Recorder:
         self._pending: list[PendingStep] = []
         self._began = self.event()
 
-    def hold(self, pending: list[PendingStep], ended: DeviceEvent) -> None:
+    def add(self, pending: list[PendingStep], ended: DeviceEvent) -> None:
         """Keeps a step until its metrics are read.
 
         Args:
@@ -239,7 +239,7 @@ class Recorder:
         self._pending, self._ended = pending, ended
         self._waited_seconds, self.batches.waited_seconds = self.batches.waited_seconds, 0.0
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Records the pending step, if there is one.
 
         Raises:
@@ -260,7 +260,7 @@ class Recorder:
             self.loop.heartbeat.line = self.metrics.step(step, measured, speed | self.loop.corpus_rows(step))
         self._began = self._ended
 
-    def proceed(self) -> None:
+    def restart_clock(self) -> None:
         """Leaves validation and saving out of the time of the next step."""
         if not self._pending:
             self._began = self.event()

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
-from typing import Literal, Protocol
+from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -41,17 +41,6 @@ class SpotNotice:
     at: float
 
 
-class Metadata(Protocol):
-    """A cloud's metadata server."""
-
-    def notice(self) -> SpotNotice | None:
-        """The announced end of this host, or None.
-
-        Raises:
-            OSError: the server does not answer, or answers something else.
-        """
-
-
 class _Action(msgspec.Struct, frozen=True):
     """AWS's answer."""
 
@@ -67,7 +56,11 @@ class AwsMetadata:
         self._root, self._token = place.rstrip("/"), ""
 
     def notice(self) -> SpotNotice | None:
-        """As `Metadata.notice`."""
+        """The announced end of this host, or None.
+
+        Raises:
+            OSError: the server does not answer, or answers something else.
+        """
         try:
             answer = self._get()
         except HTTPError as error:
@@ -108,7 +101,7 @@ class GcpMetadata:
         self._host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
 
     def notice(self) -> SpotNotice | None:
-        """As `Metadata.notice`."""
+        """As `AwsMetadata.notice`."""
         place = f"http://{self._host}/computeMetadata/v1/instance/preempted"
         answer = _ask(Request(place, headers={"Metadata-Flavor": "Google"})).strip().upper()
         if answer not in (b"TRUE", b"FALSE"):
@@ -116,7 +109,7 @@ class GcpMetadata:
         return SpotNotice("preempted", time.time() + _GCP_SECONDS) if answer == b"TRUE" else None
 
 
-CLOUDS: dict[str, type[Metadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata}
+CLOUDS: dict[str, type[AwsMetadata | GcpMetadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata}
 
 
 def _ask(request: Request) -> bytes:
