@@ -133,8 +133,10 @@ def exported(data, run, family, pooling):
     return encoder_of(data, run, **changes)[0], export(runs.resolved(config))
 
 
-@pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
-@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize(
+    ("family", "pooling"),
+    [("roberta", "mean"), ("roberta", "cls"), ("roberta", "max"), ("bert", "mean"), ("modernbert", "mean")],
+)
 def test_every_family_and_pooling_exports_what_was_trained_without_the_projection(data, tmp_path, family, pooling):
     encoder, folder = exported(data, tmp_path, family, pooling)
     assert not any("projection" in name for name in load_file(folder / "model.safetensors"))
