@@ -31,7 +31,7 @@ from declutr.trainer.objectives.base import Objective
 from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TaskSettings
 
-_TRIED = 0.1  # rate of dropout in the test of an encoder
+_PROBED_RATE = 0.1  # of dropout
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
@@ -129,10 +129,10 @@ def _weight_problems(plan: RunPlan, task: TaskSettings, tokenizer: Any) -> list[
             f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {objective_settings.kind} "
             "exports would follow a projection that is not exported; set it to none"
         ]
-    # Layers whose rate is replaced in each batch may have the rate 0 here, at which nothing shows.
-    dropping = {"dropout": _TRIED, "attention_dropout": _TRIED}
-    tried = encoder.model_copy(update=dropping) if objective_settings.sets_rates else encoder
-    probed = built if tried is encoder else build_encoder(config.model_copy(update={"encoder": tried}), tokenizer)
+    probed = built
+    if objective_settings.sets_rates:  # in each batch; here they may be 0, at which nothing shows
+        dropping = encoder.model_copy(update={"dropout": _PROBED_RATE, "attention_dropout": _PROBED_RATE})
+        probed = build_encoder(config.model_copy(update={"encoder": dropping}), tokenizer)
     if not drops_by_key(probed):
         kind, family = objective_settings.kind, built.model.config.model_type
         advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"

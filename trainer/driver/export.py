@@ -41,9 +41,12 @@ def export(plan: RunPlan) -> Path:
         raise CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = source
     put_back(target)
-    if target.exists() and (_is_of(target, state) or _is_better(target, plan, state)):
-        return target
+    if target.exists() and (damage := _damage(target)):
+        _keep(target, damage)
     if target.exists():
+        before = read_settings(target)
+        if before.checkpoint == _identity(state) or (best and _is_better(before.step, plan, state)):
+            return target
         get_logger().info("%s was made from another checkpoint: exporting again", target)
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
@@ -74,36 +77,29 @@ def export(plan: RunPlan) -> Path:
     return target
 
 
-def _is_of(target: Path, state: RunState) -> bool:
-    """True if the folder is the complete export of this checkpoint; an altered one is kept under another name."""
+def _damage(target: Path) -> str | None:
+    """The damage of an export; None if it is complete and unaltered."""
     try:
         settings = read_settings(target)
     except FileNotFoundError:
-        _keep(target, f"{SETTINGS} is missing")
-        return False
+        return f"{SETTINGS} is missing"
     except DamagedError as error:
-        _keep(target, str(error))
-        return False
+        return str(error)
     files = _files(target)
     altered = [name for name, digest in settings.files.items() if name in files and hash_file(target / name) != digest]
-    missing = sorted(set(settings.files) - files)
-    if altered or missing:
-        problems = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
-        _keep(target, ", ".join(problems))
-        return False
-    return settings.checkpoint == _identity(state)
+    problems = [f"{name} is altered or truncated" for name in altered]
+    problems += [f"{name} is missing" for name in sorted(set(settings.files) - files)]
+    return ", ".join(problems) or None
 
 
-def _is_better(target: Path, plan: RunPlan, state: RunState) -> bool:
-    """True if the folder has the best weights, whose checkpoint broke after the end of the run."""
-    if plan.config.export != "best" or not target.exists():
-        return False
-    step = read_settings(target).step
+def _is_better(step: int, plan: RunPlan, state: RunState) -> bool:
+    """True if the export has the weights of a better step, whose checkpoint broke after the end of the run."""
     scores = ranking.history(plan.folder, plan.config.validation.score, max(step, state.step))
     both = {number: scores[number] for number in (step, state.step) if number in scores}
     if len(both) < 2 or ranking.from_best(both)[0] != step:
         return False
-    get_logger().warning("keeping %s: no checkpoint is as good as that of step %d, which is gone", target, step)
+    message = "keeping %s: no checkpoint is as good as that of step %d, which is gone"
+    get_logger().warning(message, plan.folder / EXPORT, step)
     return True
 
 

@@ -1,1 +1,1 @@
-"""The configuration of a run, and its parts built from it."""
+"""The configuration of a run."""

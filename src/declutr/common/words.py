@@ -15,7 +15,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]+|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 _PLAIN_WORD = re.compile(r"\w+")
 _SPECIAL = re.compile(rf"[{_UNSPACED}{_MARKS}]")
 _UNSPACED_START = re.compile(rf"[{_UNSPACED}]")
-_OTHER = re.compile(rf"[{_UNSPACED}]|\w(?![\ufe00-\ufe0f])[{_MARKS}]")  # those are signs of emoji
+_OTHER = re.compile(rf"[{_UNSPACED}]|\w(?![\ufe00-\ufe0f])[{_MARKS}]")  # signs but those that choose a form of an emoji
 
 
 def lexical_words(text: str) -> list[str]:
