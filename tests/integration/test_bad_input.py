@@ -69,18 +69,9 @@ def foreign(tmp_path):
         (["checkpoint.every_steps=0"], [("every_steps = 0", "above 0", "null")]),
         (["export=best"], [("export = best", "validation.every_steps", "above 0")]),
         (["export=best", "validation.patience=2"], [("validation.every_steps", "above 0")]),
-        (
-            ["validation.patience=2"],
-            [
-                ("validation.patience = 2", "export = best"),
-                ("validation.patience = 2", "validation.every_steps", "above 0"),
-            ],
-        ),
+        (["validation.patience=2"], [("patience = 2", "export = best"), ("patience = 2", "every_steps", "above 0")]),
         (["validation.patience=0"], [("validation.patience = 0", "greater than 0")]),
-        (
-            ["scaling.fsdp=true", "microbatch_tokens=auto"],
-            [("scaling.fsdp = True", "microbatch_tokens", "auto", "null")],
-        ),
+        (["scaling.fsdp=true", "microbatch_tokens=auto"], [("fsdp = True", "microbatch_tokens", "auto", "null")]),
         (["encoder.from_config.max_position_embeddings=16"], [("spans.max_tokens = 16", "14")]),
         (["encoder.from_config.num_attention_heads=3"], ["3"]),
         (["encoder.from_config.vocab_size=299"], [("299", "400")]),

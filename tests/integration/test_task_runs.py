@@ -30,11 +30,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
 LONGFORMER = runs.FROM_CONFIG | {"model_type": "longformer", "attention_window": [8, 8]}
 IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
-AUDIO = {
-    "objective": {"kind": "supcon"},
-    "batch_documents": 5,
-    "frontend": {"patch_size": [8, 8], "mean": -4.0, "std": 4.0},
-}
+PATCHES = {"patch_size": [8, 8], "mean": -4.0, "std": 4.0}
+AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": PATCHES}
 BRANCHES = ("image", "audio", "pairs")
 CONTENTS = {
     "sentences": ("sentences.txt", "sentences"),
@@ -208,11 +205,7 @@ WRONG_TASKS = [
     ("audio", {"frontend": {"patch_size": [8, 40]}}, r"frontend.patch_size = \[8, 40\]: the shards have 20 mel"),
     ("audio", {"frontend": {"pretrained": "x"}}, "frontend.pretrained: a ViT reads images, not sounds"),
     ("image", {"frontend": {"pretrained": "/nowhere/vit"}}, ".*nowhere"),
-    (
-        "more",
-        {"data": "sentences", "objective": SIMCSE, "frontend": {"image_size": 16}},
-        "frontend.*sentences.*patches",
-    ),
+    ("more", {"data": "sentences", "objective": SIMCSE, "frontend": {"image_size": 16}}, "frontend.*sentences.*patch"),
 ]
 
 
@@ -253,6 +246,9 @@ def test_the_place_of_a_tasks_data_is_no_part_of_a_runs_identity(prepared, tmp_p
 
 
 DROPOUT = {"dropout": 0.1}
+PROJECTED = {"encoder": DROPOUT | {"projection": {"kind": "mlp", "size": 16}}}
+NO_WEIGHTS = SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}
+BEST = {"validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"}
 WRONG_TEXTS = [
     ("sentences", {"objective": SCL}, "scl reads pairs; data = .* holds sentences: prepare it with content.kind=pairs"),
     ("pairs", {"objective": SCD}, "scd reads sentences; data = .* holds pairs"),
@@ -263,36 +259,12 @@ WRONG_TEXTS = [
     ("sentences", {"encoder": {"dropout": 1e-12}}, "the two views of objective simcse would be equal"),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
     ("sentences", {"objective": SCD, "batch_documents": 1000}, "a batch must not contrast one of them with itself"),
-    (
-        "pairs",
-        {"objective": SUPERVISED, "encoder": DROPOUT | {"projection": {"kind": "mlp", "size": 16}}},
-        "encoder.projection.kind = mlp: the layers that objective simcse exports would follow a projection",
-    ),
-    (
-        "sentences",
-        {"objective": SCD, "encoder": {"from_config": LONGFORMER}},
-        "model type longformer drops some values at a rate of the whole model",
-    ),
-    (
-        "sentences",
-        {"encoder": {"from_config": LONGFORMER, "dropout": 0.1}},
-        "model type longformer drops some values by torch's generator.*set encoder.attention_dropout=0",
-    ),
-    (
-        "sentences",
-        {"objective": SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}},
-        "repulsion_weight and decorrelation_weight are 0",
-    ),
-    (
-        "sentences",
-        {"objective": SIMCSE | {"max_tokens": 400}},
-        "objective.max_tokens = 400: the encoder has positions for",
-    ),
-    (
-        "sentences",
-        {"validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"},
-        "validation.score = recall_at_1: sentences do not have this score; set validation.stsb",
-    ),
+    ("pairs", {"objective": SUPERVISED, **PROJECTED}, "mlp: the layers that objective simcse exports would follow"),
+    ("sentences", {"objective": SCD, "encoder": {"from_config": LONGFORMER}}, "longformer .*rate of the whole model"),
+    ("sentences", {"encoder": DROPOUT | {"from_config": LONGFORMER}}, "torch's generator.*encoder.attention_dropout=0"),
+    ("sentences", {"objective": NO_WEIGHTS}, "repulsion_weight and decorrelation_weight are 0"),
+    ("sentences", {"objective": SIMCSE | {"max_tokens": 400}}, "max_tokens = 400: the encoder has positions for"),
+    ("sentences", BEST, "score = recall_at_1: sentences do not have this score; set validation.stsb"),
     ("sentences", {"objective": {"kind": "declutr"}}, "documents; data = .* sentences: .* with content.kind=documents"),
     ("documents", {}, "simcse reads sentences, triples or pairs; data = .* content.kind=sentences"),
     ("images", {}, "the main task.*texts"),
