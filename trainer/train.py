@@ -153,7 +153,6 @@ def _estimate(plan: RunPlan) -> str:
     Raises:
         ConfigError: problems of the run, or of its first steps.
     """
-    from declutr.common.errors import EncoderError, ShardError
     from declutr.trainer.driver.estimate import plan_lines
     from declutr.trainer.step.gradcache import MicrobatchError
     from declutr.trainer.step.step import NonFiniteLossError
@@ -161,7 +160,7 @@ def _estimate(plan: RunPlan) -> str:
 
     try:
         return "".join(f"{line}\n" for line in plan_lines(plan))
-    except (ShardError, EncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
+    except (NonFiniteLossError, MicrobatchError) as error:
         raise ConfigError("train --plan", [str(error)]) from error
     except RuntimeError as error:
         message = refusal(error)

@@ -16,7 +16,6 @@ from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.step import NonFiniteLosses
-from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
@@ -62,7 +61,7 @@ def loop_of(config, run, train_step, data):
         validator=None,
         stop=lambda: False,
         heartbeat=heartbeat,
-        stopwatch=Stopwatch({"worker": 0.0}),
+        began=0.0,
     )
 
 

@@ -14,7 +14,7 @@ from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.driver.watchdog import SlowStart, Watchdog, oversubscribed
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.backend import _signalled, listen
-from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, Stopwatch, describe_start, period
+from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, period
 from declutr.trainer.worker.entry import Listener
 from declutr.trainer.worker.heartbeat import Heartbeat
 
@@ -124,12 +124,6 @@ def test_a_signal_is_told_with_the_workers_name():
     finally:
         signal.signal(signal.SIGTERM, before)
         _signalled.clear()
-
-
-def test_the_parts_of_a_start_add_up():
-    watch = Stopwatch({"command": 100.0, "imports": 102.5, "ray": 105.0})
-    assert watch.parts() == {"imports": 2.5, "ray": 2.5}
-    says(describe_start(8, watch.parts()), "step 8", "5.0 s", "imports 2.5", "ray 2.5")
 
 
 def test_a_slow_start_is_told_once_a_minute_until_its_first_step():

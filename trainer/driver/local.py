@@ -10,7 +10,6 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.continuation import Device
 from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.run import RunPlan
-from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.device import torch_as_before
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.work import work
@@ -22,19 +21,14 @@ class LocalRun:
     Args:
         plan: of the run.
         signals: signals to this process.
-        marks: end times of the parts of this command's start.
+        began: begin of the command (Unix time).
         choose_device: returns the run's device, given the number of GPUs.
     """
 
     def __init__(
-        self,
-        plan: RunPlan,
-        signals: Signals,
-        marks: dict[str, float],
-        choose_device: Callable[[Mapping[str, float]], Device],
+        self, plan: RunPlan, signals: Signals, began: float, choose_device: Callable[[Mapping[str, float]], Device]
     ) -> None:
-        self._plan, self._signals = plan, signals
-        self._stopwatch, self._choose_device = Stopwatch(marks), choose_device
+        self._plan, self._signals, self._began, self._choose_device = plan, signals, began, choose_device
         self._heartbeat = Heartbeat(0, 1)
 
     @property
@@ -52,7 +46,7 @@ class LocalRun:
         device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
         with torch_as_before():
             config, identity = self._plan.config, self._plan.identity
-            outcome = work(config, identity, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
+            outcome = work(config, identity, device, self._heartbeat, self._began, lambda: self._signals.received)
         if outcome is None:
             return self._plan.total_steps
         if outcome.get("given_up"):

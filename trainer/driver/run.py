@@ -78,7 +78,7 @@ def run_training(
         RunStoppedError: the process received a signal or lost the run; the steps so far are saved.
         RunLockedError: another command works on the run folder.
     """
-    marks = {"command": started, "imports": time.time()} if started else {"command": time.time()}
+    began = started or time.time()
     signals = Signals()
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # the checks need the run's files on this host
@@ -88,7 +88,6 @@ def run_training(
         if changed := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
             get_logger().info("%s: taken from the shards or the started run", ", ".join(changed))
         refuse([*load_problems(plan), *ray_problems(config.scaling, plan.folder, wait_for_ray is not None)])
-        marks["checks"] = time.time()
         if wait_for_ray:
             import ray.train.torch  # noqa: F401 - loads torch while Ray starts
 
@@ -97,7 +96,7 @@ def run_training(
         if not is_remote(config.run):
             _lock_and_fetch(config, signals, stack)
             refuse(other_checkpoints(plan))  # of a command that has ended since the checks
-        return _train(plan, signals, marks)
+        return _train(plan, signals, began)
 
 
 def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
@@ -114,7 +113,7 @@ def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.Exi
         store.fetch(_FILES)
 
 
-def _train(plan: RunPlan, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
+def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
     config, run = plan.config, plan.folder
     store = store_of(config.run, run)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
@@ -146,8 +145,8 @@ def _train(plan: RunPlan, signals: Signals, marks: dict[str, float]) -> dict[str
         remarks = [*validation_remarks(plan), *corpora_remarks(plan, steps)]
         for sentence in filter(None, [oversubscribed(config.scaling), *remarks]):
             get_logger().warning("%s", sentence)
-        began = time.monotonic()
-        workers = _workers(plan, signals, marks, store)
+        training_since = time.monotonic()
+        workers = _workers(plan, signals, began, store)
         try:
             rows = "docs" if plan.manifest.noun == "documents" else "rows"
             terms = [
@@ -158,7 +157,7 @@ def _train(plan: RunPlan, signals: Signals, marks: dict[str, float]) -> dict[str
             with ProgressBar(lambda: workers.line, steps, terms, rows, done):
                 done = workers.run_to_end()
         finally:
-            add_seconds(run, time.monotonic() - began)
+            add_seconds(run, time.monotonic() - training_since)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
                 hurried = RetryPolicy(total_seconds=config.scaling.shutdown_grace_seconds)
                 try:
@@ -197,11 +196,9 @@ def _train(plan: RunPlan, signals: Signals, marks: dict[str, float]) -> dict[str
     return summary
 
 
-def _workers(
-    plan: RunPlan, signals: Signals, marks: dict[str, float], store: RunStore | None
-) -> "Supervisor | LocalRun":
+def _workers(plan: RunPlan, signals: Signals, began: float, store: RunStore | None) -> "Supervisor | LocalRun":
     """The supervisor of the run's worker group; without Ray, the run in this process."""
-    arguments = plan, signals, marks, partial(choose_device, plan.config.scaling, plan.folder, store)
+    arguments = plan, signals, began, partial(choose_device, plan.config.scaling, plan.folder, store)
     if plan.config.scaling.local:
         from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
 

@@ -26,7 +26,7 @@ from declutr.trainer.driver.group import Fit, build_group, kill_worker
 from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
-from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel, Stopwatch, describe_start
+from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
@@ -104,19 +104,14 @@ class Signals:
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    `marks` are the end times of the parts of this command's start, for the Stopwatch. `choose_device` returns the run's
-    device, given Ray's resources.
+    `began` is the begin of the command (Unix time). `choose_device` returns the run's device, given Ray's resources.
 
     Attributes:
         line: the newest step's line of metrics; None before the first.
     """
 
     def __init__(
-        self,
-        plan: RunPlan,
-        signals: Signals,
-        marks: dict[str, float],
-        choose_device: Callable[[Mapping[str, float]], Device],
+        self, plan: RunPlan, signals: Signals, began: float, choose_device: Callable[[Mapping[str, float]], Device]
     ) -> None:
         self.scaling, self.run, self.steps, self.signals = plan.config.scaling, plan.folder, plan.total_steps, signals
         self._settings = plan.for_workers()
@@ -124,14 +119,13 @@ class Supervisor:
         self._checkpoints = child(self._name, CHECKPOINTS)
         self.restarts = 0
         self.line: dict[str, Any] | None = None
-        self._started: set[str] = set()
         self._num_read: dict[tuple[str, int], int] = {}
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
         self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds)
         self._hang: Hang | None = None
         self._notices = ""
-        self._stopwatch = Stopwatch(marks)
+        self._began = began
         self._slow_start = SlowStart(0.0)
         self._choose_device = choose_device
 
@@ -149,7 +143,7 @@ class Supervisor:
             outcome = self._start_once()
             if outcome is None:
                 return self.steps
-            self._stopwatch = Stopwatch({"failure": time.time()})
+            self._began = time.time()
             if isinstance(outcome, GroupFailure):
                 self._continue_after(blame_memory(outcome, kills_before))
             elif outcome.get("given_up"):
@@ -175,11 +169,10 @@ class Supervisor:
                     raise
                 why, account = error.problems[0], str(error)
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
-        self._stopwatch.mark("ray")
         device = self._choose_device(ray.cluster_resources())
         self._slow_start = SlowStart(time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
-        settings = {**self._settings, "device": device, "channel": channel.name, "marks": self._stopwatch.marks}
+        settings = {**self._settings, "device": device, "channel": channel.name, "began": self._began}
         fit = Fit(build_group(self.scaling, self.run, settings))
         reader = ChannelReader(channel)
         fit.start()
@@ -237,10 +230,6 @@ class Supervisor:
         self._log_new_lines(heartbeats)
         if message := self._slow_start.look(heartbeats, now):
             get_logger().info("%s", message)
-        for heartbeat in heartbeats:
-            if heartbeat["rank"] == 0 and heartbeat["start"] and heartbeat["group"] not in self._started:
-                self._started.add(heartbeat["group"])
-                get_logger().info("%s", describe_start(heartbeat["step"] - heartbeat["steps"] + 1, heartbeat["start"]))
         if hang is None or self._hang:
             return
         self._hang = hang

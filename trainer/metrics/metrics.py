@@ -175,9 +175,9 @@ class MetricsWriter:
         """
         return self._watched({"kind": "step", "step": step, **metrics.line(), **extra})
 
-    def start(self, step: int, parts: dict[str, float]) -> None:
-        """Writes the seconds of each part of a group's start."""
-        self._watched({"kind": "start", "step": step, **parts})
+    def start(self, step: int, facts: dict[str, float]) -> None:
+        """Writes the seconds and the workers of a group's start."""
+        self._watched({"kind": "start", "step": step, **facts})
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Writes the held-out scores after a step."""

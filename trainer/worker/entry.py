@@ -18,7 +18,7 @@ from declutr.common.watcher import Watcher
 from declutr.trainer.data.stream import limit_resources
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.worker.backend import missing_gpu, signalled
-from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, Stopwatch, period
+from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, period
 from declutr.trainer.worker.heartbeat import Heartbeat, HeartbeatLogHandler
 from declutr.trainer.worker.spotwatch import SpotWatch
 from declutr.trainer.worker.work import work
@@ -64,7 +64,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
 
     Args:
         settings: `config` (the TrainConfig as JSON), `identity` (see `work`), `device` (of the run), `channel` (name
-            of the control channel), `marks` (the driver's part of the Stopwatch) and `checkpoints` (their folder as Ray
+            of the control channel), `began` (begin of the start, Unix time) and `checkpoints` (their folder as Ray
             Train knows it).
 
     Returns:
@@ -77,8 +77,6 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """
     if problem := missing_gpu():
         raise RuntimeError(problem)
-    stopwatch = Stopwatch(settings["marks"])
-    stopwatch.mark("group")
     config = TrainConfig.model_validate(settings["config"])
     context = ray.train.get_context()
     group = get_current_placement_group()
@@ -98,7 +96,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     with Listener(ControlChannel(settings["channel"]), heartbeat) as listener, spot_watch:
         reporter = Reporter(settings["checkpoints"])
         device = _device(settings["device"])
-        return work(config, settings["identity"], device, heartbeat, stopwatch, listener.notice, reporter)
+        return work(config, settings["identity"], device, heartbeat, settings["began"], listener.notice, reporter)
 
 
 def _device(kind: Literal["cpu", "cuda"]) -> torch.device:

@@ -26,8 +26,6 @@ class Heartbeat:
         step: last finished step of the run; -1 before the checkpoint is loaded.
         steps: number of steps that this group has finished.
         phase: one of `PHASES`; forward lasts to the end of the step.
-        start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,
-            batch, first; empty before that step.
         line: newest line of metrics; on the first worker only.
         logged: newest lines of its log, oldest first.
         num_logged: total number of its log lines.
@@ -43,7 +41,6 @@ class Heartbeat:
     step: int = -1
     steps: int = 0
     phase: str = "starting"
-    start: dict[str, float] = field(default_factory=dict)
     line: dict[str, Any] | None = None
     logged: list[str] = field(default_factory=list)
     num_logged: int = 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
 from declutr.trainer.step.task import gpu_name, peak_flops
-from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import DeviceEvent, events_of
 from declutr.trainer.worker.heartbeat import Heartbeat
@@ -43,7 +43,7 @@ class TrainingLoop:
         validator: scores the encoder on held-out documents, or None.
         stop: returns true if this worker has a notice to stop; called after every step.
         heartbeat: shows step and phase to the driver.
-        stopwatch: measures the parts of the start.
+        began: begin of this start, of the command or after a failure (Unix time of the driver's clock).
         corpus_rows: the rows of each corpus in a step by the names of their metrics; none of a single corpus.
     """
 
@@ -56,7 +56,7 @@ class TrainingLoop:
     validator: Validator | None
     stop: Callable[[], bool]
     heartbeat: Heartbeat
-    stopwatch: Stopwatch
+    began: float
     corpus_rows: Callable[[int], dict[str, float | None]] = lambda _: {}
 
     def train(self) -> int:
@@ -110,12 +110,9 @@ class TrainingLoop:
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
         recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), events_of(self.device))
-        self.stopwatch.mark("model")
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
             heartbeat.set_phase("forward")
-            if step == done + 1:
-                self.stopwatch.mark("batch")
             agreement = Agreement(partial(self.requests, step))
             pending, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
             recorder.flush_pending()  # the step before, which the device finishes while it has this one to compute
@@ -173,15 +170,15 @@ class TrainingLoop:
         return scores
 
     def log_first_step(self, step: int, measured: StepMetrics, metrics: MetricsWriter | None) -> None:
-        """Records the parts of the start, and logs the objective's remark about the run's first loss."""
+        """Records the time of the start, and logs the objective's remark about the run's first loss."""
         objective = self.train_step.tasks[0].objective
         remark = self.config.objective.remark_after_first_step(objective.run, measured.terms)
         if step == 1 and remark and self.train_step.comm.rank == 0:
             get_logger().warning("%s", remark)
-        self.stopwatch.mark("first")
-        self.heartbeat.start = self.stopwatch.parts()
         if metrics:
-            metrics.start(step, {**self.heartbeat.start, "workers": self.train_step.comm.size})
+            seconds = time.time() - self.began
+            get_logger().info("step %d, %.1f s after the start", step, seconds)
+            metrics.start(step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
 
     def peak_flops(self) -> float | None:
         """FLOPs per second of all workers' devices together; None if the device is unknown."""

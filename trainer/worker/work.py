@@ -19,7 +19,6 @@ from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.gradcache import MicrobatchError
 from declutr.trainer.step.step import NonFiniteLossError
-from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import refusal, set_up_torch
 from declutr.trainer.worker.heartbeat import Heartbeat
@@ -35,7 +34,7 @@ def work(
     identity: Mapping[str, str],
     device: torch.device,
     heartbeat: Heartbeat,
-    stopwatch: Stopwatch,
+    began: float,
     notice: Callable[[], str | None],
     reporter: "Reporter | None" = None,
 ) -> dict[str, Any] | None:
@@ -46,7 +45,7 @@ def work(
         identity: of the driver's plan; every worker compares it with that of what it finds.
         device: of this worker.
         heartbeat: of this worker; it has its rank and the number of workers.
-        stopwatch: of the start.
+        began: begin of the start (Unix time).
         notice: returns the reason to save and stop, or None.
         reporter: reports checkpoints to Ray Train; None: this process trains alone, without Ray.
 
@@ -102,7 +101,7 @@ def work(
         corpus_rows=lambda step: rows_by_corpus(plan.orders, step),
         stop=lambda: notice() is not None,
         heartbeat=heartbeat,
-        stopwatch=stopwatch,
+        began=began,
     )
     try:
         step = loop.train()
