@@ -11,8 +11,7 @@ from messages import says
 
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.supervisor import Signals
-from declutr.trainer.driver.watchdog import SlowStart, Watchdog, oversubscribed
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.driver.watchdog import SlowStart, Watchdog
 from declutr.trainer.worker.backend import _signalled, listen
 from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, period
 from declutr.trainer.worker.entry import Listener
@@ -55,7 +54,8 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
     )
     assert at == pytest.approx(20, abs=1)
     assert (hang.heartbeat["rank"], round(hang.silent_seconds)) == (1, 17)
-    says(str(hang), "worker 1", "host-1", "pid 101", "data", "step 8", "forward")
+    says(str(hang), "worker 1", "host-1", "pid 101", "data", "step 8")
+    assert "another" not in str(hang)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,13 @@ def test_hang_names_the_living_worker_that_is_behind(behind, others):
         lambda now: [*(heartbeat(rank, written=now, **others) for rank in (0, 1)), heartbeat(2, written=now, **behind)]
     )
     assert hang.heartbeat["rank"] == 2
-    says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}", others.get("phase", "forward"))
+    says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}")
+    assert "another" not in str(hang)
 
 
 def test_hang_of_workers_that_all_wait_names_one_with_a_doubt():
     hang, _ = watch(lambda now: [heartbeat(rank, written=now) for rank in range(3)])
-    says(str(hang), "3 workers", "another")
+    says(str(hang), "all workers", "another")
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
@@ -135,14 +136,6 @@ def test_a_slow_start_is_told_once_a_minute_until_its_first_step():
     says(slow.look(two, 220.5), "120 s", "1 data, 1 starting")
     assert slow.look([heartbeat(0, steps=1), two[1]], 300.0) is None
     assert slow.look(two[:1], 400.0) is None, "after a step, a group that grows is no slow start"
-
-
-def test_more_workers_than_cpus_are_named(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    many = (os.cpu_count() or 1) + 1
-    says(oversubscribed(ScalingConfig(num_workers=many)), f"scaling.num_workers = {many}", "1 CPU(s)")
-    assert oversubscribed(ScalingConfig(num_workers=1)) is None
-    assert oversubscribed(ScalingConfig(num_workers=many, address="head:6379")) is None
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):

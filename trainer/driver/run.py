@@ -42,7 +42,6 @@ from declutr.trainer.driver.continuation import (
     refuse_lost_steps,
 )
 from declutr.trainer.driver.supervisor import Signals, Supervisor
-from declutr.trainer.driver.watchdog import oversubscribed
 from declutr.trainer.metrics.loggers import ProgressBar
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder
 from declutr.trainer.setup.config import TrainConfig
@@ -142,8 +141,7 @@ def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
-        remarks = [*validation_remarks(plan), *corpora_remarks(plan, steps)]
-        for sentence in filter(None, [oversubscribed(config.scaling), *remarks]):
+        for sentence in (*validation_remarks(plan), *corpora_remarks(plan, steps)):
             get_logger().warning("%s", sentence)
         training_since = time.monotonic()
         workers = _workers(plan, signals, began, store)

@@ -1,13 +1,10 @@
 """Finds slow starts and hanging workers from heartbeats. It uses neither Ray nor a clock."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from declutr.common.cluster import named_cluster
-from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.heartbeat import PHASES
 
 Snapshot = dict[str, Any]
@@ -26,23 +23,22 @@ class Hang:
         heartbeat: its newest heartbeat.
         silent_seconds: time since it wrote a heartbeat.
         still_seconds: time since the group made progress.
-        waiting: end of the message, on the other workers.
+        certain: false if the other workers are at the same place.
     """
 
     heartbeat: Snapshot
     silent_seconds: float
     still_seconds: float
-    waiting: str
+    certain: bool
 
     def __str__(self) -> str:
-        heartbeat = self.heartbeat
-        state = (
-            "in" if self.silent_seconds < _SILENT_SECONDS else f"silent for {self.silent_seconds:.0f} s, last seen in"
-        )
+        heartbeat, silent = self.heartbeat, self.silent_seconds >= _SILENT_SECONDS
+        state = f"silent for {self.silent_seconds:.0f} s, last seen in" if silent else "in"
+        doubt = "" if self.certain else "; all workers are there, so it may be another one"
         return (
             f"worker {heartbeat['rank']} (host {heartbeat['host']}, pid {heartbeat['pid']}) hangs: "
             f"{state} {heartbeat['phase']} after step {max(0, heartbeat['step'])}, "
-            f"no progress for {self.still_seconds:.0f} s{self.waiting}"
+            f"no progress for {self.still_seconds:.0f} s{doubt}"
         )
 
 
@@ -101,12 +97,8 @@ class Watchdog:
         worst = max(silent, key=lambda rank: silent[rank])
         if silent[worst] < _SILENT_SECONDS:
             worst = min(current, key=lambda rank: (*_place(current[rank][0]), rank))
-        phases = sorted({p["phase"] for rank, (p, _) in current.items() if rank != worst})
-        equal = len({_place(p) for p, _ in current.values()}) == 1
-        waiting = f"; the others wait in {' and '.join(phases)}" if phases else ""
-        if phases and equal and silent[worst] < _SILENT_SECONDS:
-            waiting = f"; all {len(current)} workers are there, so it may be another one"
-        return Hang(current[worst][0], silent[worst], still, waiting)
+        apart = len(current) == 1 or len({_place(p) for p, _ in current.values()}) > 1
+        return Hang(current[worst][0], silent[worst], still, apart or silent[worst] >= _SILENT_SECONDS)
 
 
 def _place(heartbeat: Snapshot) -> tuple[int, int]:
@@ -135,14 +127,3 @@ class SlowStart:
         counts = Counter(heartbeat["phase"] for heartbeat in heartbeats)
         phases = ", ".join(f"{number} {phase}" for phase, number in sorted(counts.items()))
         return f"no step yet after {now - self.began:.0f} s; workers that have started: {phases or 'none'}"
-
-
-def oversubscribed(scaling: ScalingConfig) -> str | None:
-    """A message if the workers reserve more CPUs than this machine has, or None."""
-    workers, cpus, there = scaling.most_workers, scaling.cpus_per_worker, os.cpu_count() or 1
-    if named_cluster(scaling.address)[1] or workers * cpus <= there:
-        return None
-    return (
-        f"scaling.num_workers = {workers} with {cpus} CPU(s) each exceed the {there} CPUs of this machine: the start "
-        "and every step take longer than with fewer workers"
-    )
