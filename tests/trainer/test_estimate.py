@@ -6,6 +6,7 @@ from madeup import config_of, shards
 from messages import says
 from shardfolders import LENGTHS
 
+from declutr.trainer.driver import estimate
 from declutr.trainer.driver.estimate import try_steps
 from declutr.trainer.train import main
 
@@ -13,6 +14,11 @@ from declutr.trainer.train import main
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return shards(tmp_path_factory.mktemp("estimate") / "data")
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch):
+    monkeypatch.setattr(estimate, "_SECONDS", 0.5)
 
 
 def test_a_plan_from_real_steps(data, tmp_path, capsys):
