@@ -217,9 +217,9 @@ def test_numbers_at_the_bounds_are_accepted_and_frozen(load):
 def test_thousands_of_unknown_keys_are_reported_in_seconds(load):
     """A comparison with every known key takes milliseconds, so only the first ones get advice."""
     began = time.process_time()
-    found = problems(load, "train: {name: a, " + ", ".join(f"inner{n}: 1" for n in range(9_000)) + "}")
-    assert len(found) == 9_000
-    assert time.process_time() - began < 5
+    found = problems(load, "train: {name: a, " + ", ".join(f"inner{n}: 1" for n in range(3_000)) + "}")
+    assert len(found) == 3_000
+    assert time.process_time() - began < 2
     says(found[0], "`inner`")
 
 

@@ -19,6 +19,7 @@ from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
+from declutr.trainer.driver import estimate
 from declutr.trainer.driver.run import run_training
 
 SIZES = (60, 90)
@@ -251,7 +252,8 @@ def test_run_on_two_corpora_logs_the_rows_of_each_and_why_finds_them(corpora, tr
 
 
 @pytest.mark.slow
-def test_plan_counts_the_passes_of_each_corpus(corpora, tmp_path, capsys):
+def test_plan_counts_the_passes_of_each_corpus(corpora, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimate, "_SECONDS", 0.5)
     values = local_values(corpora, tmp_path / "run").model_dump(mode="json")
     config = tmp_path / "train.yaml"
     config.write_text(yaml.safe_dump({"train": values}))
