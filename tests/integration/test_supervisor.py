@@ -144,7 +144,7 @@ def test_signal_to_the_process_group_saves_and_leaves_nothing(under_way):
     assert runs.wait_gone(everything) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("under_way", [5], indirect=True)
 def test_a_renamed_folder_ends_the_run_and_is_not_made_anew(under_way):
     driver, everything, run = under_way
