@@ -91,12 +91,12 @@ class Checkout:
             return embeddings[[rows[" ".join(words) or EMPTY] for words in batch]]
 
         classifier = {
-            "nhid": config.num_hidden,
+            "nhid": 0,
             "optim": config.optimizer,
             "batch_size": config.batch_size,
             "tenacity": config.tenacity,
             "epoch_size": config.epoch_size,
-            "dropout": config.dropout,
+            "dropout": 0.0,
             "max_epoch": config.max_epoch,
         }
         params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}

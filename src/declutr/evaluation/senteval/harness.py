@@ -198,7 +198,8 @@ def plan_units(
         assert data is not None  # as all usable ones have
         for method in choice.methods(task):
             identity: list[Any] = [VERSIONS[method], fingerprint, task, method, dict(data.files), inspection.standing]
-            identity.append(choice.classifier.model_dump(mode="json"))
+            # Settings that are gone, whose default values earlier versions hashed: their results are still found.
+            identity.append({**choice.classifier.model_dump(mode="json"), "num_hidden": 0, "dropout": 0.0})
             path = folder / f"{task}{'' if method == 'procedure' else f'.{method}'}.json"
             read = without_train(data) if method == "cosine" else data
             units.append(ScoringUnit(read, method, hash_json(identity), path, cost(read, method, choice.classifier)))
