@@ -248,5 +248,3 @@ def test_a_machine_without_a_gpu_or_a_corpus_is_told_what_to_do(capsys, tmp_path
     with pytest.raises(SystemExit):
         main(["--start", str(tmp_path)])
     assert "--corpus" in capsys.readouterr().err
-    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
-    assert '"calibration": []' in capsys.readouterr().out
