@@ -26,6 +26,12 @@ def embedded(tmp_path):
     return tmp_path / "out.parquet"
 
 
+def unit_vectors(folder):
+    """Vectors of an index, of length 1."""
+    vectors = np.load(folder / "vectors.npy").astype(np.float32)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
 def test_the_nearest_texts_are_shown_with_their_scores(embedded, tmp_path, capsys):
     assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 0
     capsys.readouterr()
@@ -70,7 +76,7 @@ def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix
     index = SearchIndex(tmp_path / "kinds")
     texts = [(text.source, text.text) for text in index.texts(range(5))]
     assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
-    np.testing.assert_allclose(index.vectors(rows), expected, atol=1e-6)
+    np.testing.assert_allclose(unit_vectors(tmp_path / "kinds")[rows], expected, atol=1e-6)
     build_index(output, tmp_path / "files")
     assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
 
@@ -215,7 +221,7 @@ def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix):
     vectors = load_encoder(ENCODER).encode([text.text for text in index.texts(range(600))])
     rows = shaped(vectors, Shape(dtype="int8")).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    np.testing.assert_allclose(index.vectors([5, 0]), rows[[5, 0]], atol=1e-6)
+    np.testing.assert_allclose(unit_vectors(tmp_path / "index"), rows, atol=1e-6)
     unrounded = vectors[5] / np.linalg.norm(vectors[5])
     np.testing.assert_allclose(index.embed(load_encoder(ENCODER), index.texts([5])[0].text), unrounded, atol=1e-6)
     if suffix == ".npy":
@@ -227,30 +233,14 @@ def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path):
     for dtype in ("float32", "int8"):
         build_index(output, tmp_path / dtype, dtype=dtype)
     index, exact = SearchIndex(tmp_path / "int8"), SearchIndex(tmp_path / "float32")
-    queries = exact.vectors(list(range(0, 600, 7)))
-    rows, cosines = index.nearest(queries, 10)
-    for row, found, query in zip(rows, cosines, queries, strict=True):
-        np.testing.assert_allclose(found, index.vectors(row.tolist()) @ query, atol=1e-6)
-    assert (np.diff(cosines, axis=1) <= 0).all()
-    assert (rows[:, 0] == np.arange(0, 600, 7)).all()
-    np.testing.assert_allclose(cosines, exact.nearest(queries, 10)[1], atol=0.01)
-    assert 0.95 < index.facts.recall <= 1
-    assert exact.facts.recall is None
-
-
-def test_recall_is_the_share_of_the_ten_nearest_that_is_found(tmp_path):
-    output = embed_words(tmp_path)
-    facts = build_index(output, tmp_path / "index", dtype="int8")
-    vectors = np.load(output)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    rounded = shaped(vectors, Shape(dtype="int8")).astype(np.float32)
-    rounded /= np.linalg.norm(rounded, axis=1, keepdims=True)
-    hits = []
-    for row in np.unique(np.linspace(0, 599, 100).astype(int)):
-        true, found = (np.delete(each @ vectors[row], row) for each in (vectors, rounded))
-        chosen = np.argsort(-found, kind="stable")[:10]
-        hits.append((true[chosen] >= np.sort(true)[-10] - 1e-6).mean())
-    assert facts.recall == pytest.approx(np.mean(hits), abs=1e-9)
+    rounded, queries = unit_vectors(tmp_path / "int8"), unit_vectors(tmp_path / "float32")
+    for row in range(0, 600, 7):
+        hits, exact_hits = (side.hits(queries[row], 10, "") for side in (index, exact))
+        cosines = [hit.cosine for hit in hits]
+        np.testing.assert_allclose(cosines, rounded[[hit.row for hit in hits]] @ queries[row], atol=1e-6)
+        assert cosines == sorted(cosines, reverse=True)
+        assert hits[0].row == row
+        np.testing.assert_allclose(cosines, [hit.cosine for hit in exact_hits], atol=0.01)
 
 
 def test_int8_index_is_a_quarter_in_size_and_the_same_every_time(tmp_path):
@@ -268,11 +258,6 @@ def test_vectors_of_another_type_than_the_index_names_are_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
     with pytest.raises(UsageError, match=all_of("vectors.npy")):
         SearchIndex(tmp_path / "index")
-
-
-def test_index_of_one_text_has_no_recall(tmp_path):
-    facts = build_index(embed_words(tmp_path, count=1), tmp_path / "index", dtype="int8")
-    assert facts.recall is None
 
 
 HOSTILE = (

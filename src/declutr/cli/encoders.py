@@ -100,10 +100,6 @@ def run_index(arguments: list[str]) -> int:
     vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
     if facts.dtype == "int8":
         vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
-        if facts.recall is not None:
-            vectors += f"; a search finds {100 * facts.recall:.1f}% of the ten nearest by float32"
-        else:
-            vectors += "; recall not measured, because the embeddings are int8 or fewer than two"
     lines = [f"{options.output}: {facts.rows:,} texts", vectors]
     if facts.hybrid:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")

@@ -119,8 +119,7 @@ def build_index(
         raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
-    is_int8 = config.shape.dtype == "int8"
-    dtype = dtype or ("int8" if is_int8 else "float32")
+    dtype = dtype or ("int8" if config.shape.dtype == "int8" else "float32")
     if map_file:
         _check_map_file(map_file, output, config, note.rows)
     with atomic_folder(output) as aside:
@@ -146,9 +145,6 @@ def build_index(
             dtype=dtype,
             hybrid=hybrid,
         )
-        if dtype == "int8" and not is_int8 and note.rows > 1:
-            recall = measure_recall(SearchIndex(aside, facts), lambda: unit_vectors(embeddings, note))
-            facts = facts.model_copy(update={"recall": recall})
         if hybrid and callable(weight):
             choice = weight(SearchIndex(aside, facts))
             chosen = {"weight": choice.weight, "chosen_on": choice.development}
@@ -175,52 +171,13 @@ def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int
         raise UsageError(f"--parquet {map_file}: {NO_TEXT}; omit it")
 
 
-def numbered(chunks: Iterator[NDArray[Any]]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Chunks with the row of the first vector of each."""
-    start = 0
-    for chunk in chunks:
-        yield start, chunk
-        start += len(chunk)
-
-
 def rows_of(chunks: Iterator[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
     """Vectors `(len(rows), size)` of ascending rows."""
-    return np.concatenate(
-        [chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start] for start, chunk in numbered(chunks)]
-    )
-
-
-_RECALL_QUERIES, _RECALL_TOP = 100, 10
-_RECALL_TOGETHER = 10  # an exact search holds a score for each of them and each text
-_SAME = 1e-6
-
-
-def measure_recall(index: SearchIndex, chunks: Callable[[], Iterator[NDArray[np.float32]]]) -> float:
-    """Share of the ten texts nearest to a text by float32 that a search of the index finds, for 100 texts of it.
-
-    A text that is as near as the tenth counts as found, because copies of one text have the same cosine.
-
-    Args:
-        index: with at least two rows.
-        chunks: reads the vectors of length 1 from which it was made.
-    """
-    count = index.facts.rows
-    rows = np.unique(np.linspace(0, count - 1, _RECALL_QUERIES).astype(np.int64))
-    top = min(_RECALL_TOP, count - 1)
-    queries = rows_of(chunks(), rows)
-    parts = range(0, len(queries), _RECALL_TOGETHER)
-    nearest_rows = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
-    nearest = np.full((len(rows), top), -np.inf, np.float32)
-    nearest_cosines = np.full(nearest_rows.shape, -np.inf, np.float32)
-    for start, chunk in numbered(chunks()):
-        cosines = queries @ chunk.T
-        own = (rows >= start) & (rows < start + len(chunk))
-        cosines[own, rows[own] - start] = -np.inf  # a text finds itself
-        nearest = np.partition(np.concatenate([nearest, cosines], axis=1), -top, axis=1)[:, -top:]
-        query, place = np.nonzero((nearest_rows >= start) & (nearest_rows < start + len(chunk)))
-        nearest_cosines[query, place] = cosines[query, nearest_rows[query, place] - start]
-    hits = (nearest_cosines >= nearest.min(axis=1, keepdims=True) - _SAME).sum(axis=1)
-    return float(np.minimum(hits, top).mean() / top)
+    parts, start = [], 0
+    for chunk in chunks:  # a batch of Parquet may be shorter than the others, so rows are counted
+        parts.append(chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start])
+        start += len(chunk)
+    return np.concatenate(parts)
 
 
 def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_field: str | None) -> int:

@@ -69,7 +69,7 @@ class IndexFacts(Strict):
     dtype: VectorType = "float32"
     """Type of the stored vectors."""
     recall: float | None = None
-    """Share of the ten nearest texts by float32 that int8 finds, measured when the index was made."""
+    """Of earlier versions, which measured what int8 finds; not read."""
     hybrid: Hybrid | None = None
 
 
@@ -164,11 +164,6 @@ class StoredVectors:
             chunk = unit_rows(self._vectors[start : start + CHUNK_ROWS].astype(np.float32))
             cosines[:, start : start + CHUNK_ROWS] = queries @ chunk.T
         return cosines
-
-    def at(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Vectors `(len(rows), size)`, of length 1."""
-        vectors = np.asarray(self._vectors[np.asarray(rows, np.int64)])
-        return unit_rows(vectors.astype(np.float32)) if self._is_int8 else vectors
 
 
 def write_words(folder: Path, texts: Iterable[str], kind: LexicalKind) -> int:
@@ -362,20 +357,6 @@ class SearchIndex:
         """Cosines and lexical scores, each `(rows,)`, of a query's vector `(size,)` and its words; 0 without words."""
         cosines = self._vectors.cosines(vector[None])[0]
         return cosines, np.zeros_like(cosines) if self._words is None else self._words.scores(query)
-
-    def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Rows and cosines, each `(queries, top)`, nearest first; all rows if the index holds fewer.
-
-        `queries` is `(queries, size)`, of length 1.
-        """
-        cosines = self._vectors.cosines(queries)
-        top = min(top, self.facts.rows)
-        rows = np.array([best_rows(scores, top) for scores in cosines], np.int64).reshape(len(queries), top)
-        return rows, np.take_along_axis(cosines, rows, axis=1)
-
-    def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Vectors `(len(rows), size)`, of length 1."""
-        return self._vectors.at(rows)
 
     def texts(self, rows: Sequence[int]) -> list[Stored]:
         """Stored texts of these rows."""
