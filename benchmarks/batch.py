@@ -5,8 +5,8 @@
 
 Each size runs in a separate process: first a small step, which creates the optimizer's state, then a step of that many
 documents or sentences. Its peak is reported above the memory that the process held after loading its libraries. It
-includes weights, gradients, optimizer state and the batch; tensors with a row per span or anchor are also counted
-separately. If the whole batch fits at once, its gradient without microbatches is compared with the one with them.
+includes weights, gradients, optimizer state and the batch. If the whole batch fits at once, its gradient without
+microbatches is compared with the one with them.
 """
 
 import argparse
@@ -18,9 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import record
 from benchmarks.workload import OBJECTIVES, SIZES, Workload
@@ -36,41 +33,6 @@ _FIRST = 16  # documents of the step that creates the optimizer's state
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
 
-class EmbeddingState(TorchDispatchMode):
-    """Counter of the bytes of tensors with a row for each span, anchor or embedding of the batch.
-
-    Args:
-        num_rows: possible numbers of rows of such a tensor.
-        size: width of an embedding.
-
-    Attributes:
-        peak_bytes: maximum of bytes alive at one time.
-    """
-
-    def __init__(self, num_rows: set[int], size: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
-        self._rows = num_rows
-        self._size = size
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count its results."""
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and self._counts(leaf):
-                storage = leaf.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-                self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
-        return result
-
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        if tensor.ndim < 2 or tensor.shape[0] not in self._rows:
-            return False
-        return tensor[0].numel() in (self._size, 2 * self._size)  # one embedding, or an anchor's and its positive's
-
-
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
@@ -84,12 +46,9 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     measured = workload.batch(0, count)
     record.reset_peak(device)
     begun = time.perf_counter()
-    rows = {measured.spans.num_spans, measured.num_rows, 2 * measured.num_rows}
-    with EmbeddingState(rows, encoder.embedding_size) as counted:
-        train_step.step({"": measured}, 2)
+    train_step.step({"": measured}, 2)
     figures: dict[str, Any] = {
         "peak_mib": round(record.peak(device) - before, 1),
-        "embedding_state_mib": round(counted.peak_bytes / record.MIB, 2),
         "span_embeddings_mib": round(measured.spans.num_spans * encoder.embedding_size * 4 / record.MIB, 2),
         "seconds": round(time.perf_counter() - begun, 3),
         "tokens": measured.spans.num_tokens,

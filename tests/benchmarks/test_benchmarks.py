@@ -77,8 +77,6 @@ def test_benchmark_of_batches_has_figures(tmp_path, objective, sizes, ratio, wit
     assert found["grad_rel_diff"] < within
     if objective == "simcse":
         assert (found["objective"], found["sizes"]["8"]["spans"]) == ("simcse", 16)
-    else:
-        assert all(one["embedding_state_mib"] >= one["span_embeddings_mib"] for one in found["sizes"].values())
 
 
 def test_benchmark_of_embedding_has_figures(tmp_path):
@@ -173,16 +171,7 @@ def test_flops_of_a_forward_equal_torchs_count_and_peaks_are_the_published_ones(
     assert peak_flops(None, half=True) is None
 
 
-def test_embedding_state_is_what_lives_at_one_time_and_a_peak_sees_what_was_freed():
-    with batch.EmbeddingState({10}, 4) as counted:
-        first = torch.ones(10, 4)
-        second = first + 1
-        del first
-        third = second * 2  # two at a time
-        torch.ones(11, 4)
-        torch.ones(10, 3)
-        del second, third
-    assert counted.peak_bytes == 2 * 10 * 4 * 4
+def test_a_peak_sees_what_was_freed():
     before = record.reset_peak(torch.device("cpu"))
     block = torch.ones(512 * 2**20 // 4)
     del block
