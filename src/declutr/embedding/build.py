@@ -57,7 +57,7 @@ from declutr.trainer.data.plan import permute
 
 DEFAULT_WEIGHT = 1.0
 F64 = NDArray[np.float64]
-WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)  # 0: words may help nothing
 WORDS_ALONE = "words alone"
 VECTORS_ALONE = "vectors alone"
 CHOOSING = "ndcg@10"
@@ -110,11 +110,12 @@ def build_index(
     note = read_note(embeddings)
     config = note.config.model_copy(update={"output": embeddings.absolute()})
     if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
+        # A request would carry the credentials of this user.
         raise UsageError(
             f"{embeddings}: its note names {far[0]}, which is not opened, because it may come from someone else; if "
             "you trust it: --open-addresses"
         )
-    units = plan(config)
+    units = plan(config)  # texts are read again, and must be those that were embedded
     if note.job != hash_json(identify(config, units, note.fingerprint, note.precision)):
         raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
@@ -141,7 +142,7 @@ def build_index(
             shape=config.shape,
             size=note.size,
             fingerprint=note.fingerprint,
-            files={path.name: hash_file(path) for path in sorted(aside.iterdir())},
+            files={path.name: hash_file(path) for path in sorted(aside.iterdir())},  # checked before a search opens any
             dtype=dtype,
             hybrid=hybrid,
         )
@@ -218,13 +219,14 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     """
     index.check(encoder)
     test = _test(index, pairs)
+    # a weight looks too good on the queries that chose it
     halves = {which: test.half(which, SEED) for which in ("development", "test")}
     if not all(half.queries for half in halves.values()):
         raise DataError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
     by_weight = _measured(index, encoder, halves["development"], WEIGHTS)
     means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
     weight = WEIGHTS[int(np.argmax(means))]
-    hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))
+    hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))  # None: words alone
     values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
     return WeightChoice(weight, len(halves["development"].queries), values)
 
@@ -263,7 +265,7 @@ def sentences(choice: WeightChoice) -> Iterator[str]:
         yield f"{CHOOSING} on {difference.rows:,} other queries: {scores}, difference {difference.sentence()}"
 
 
-PLANE_ROWS = 5_000
+PLANE_ROWS = 5_000  # so that a map takes seconds
 """Texts that fit the plane; all are placed on it."""
 SHARE = b"share of the variance"
 """Key of the file's metadata: the share of the variance within the plane, in [0, 1]."""
@@ -309,6 +311,7 @@ def sample_rows(num_rows: int, count: int, seed: int = 0) -> NDArray[np.int64]:
     """Ascending numbers below `num_rows`: `count` of them drawn by (seed, "map"), or all if there are fewer."""
     drawn = np.arange(min(num_rows, count))
     if num_rows > count:
+        # by seed: the map of an index is always the same
         drawn = np.sort(permute(seeding.key_for(seed, "map"), np.zeros_like(drawn), drawn, num_rows))
     return drawn
 

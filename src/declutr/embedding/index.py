@@ -36,7 +36,7 @@ SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", 
 """Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
 _WORDS = pa.schema([("word", pa.large_string()), ("texts", pa.int64())])
 _POSTINGS = pa.schema([("row", pa.int32()), ("weight", pa.float32())])
-_FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")
+_FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")  # no separator: an index has no files elsewhere
 NO_TEXT = "the index holds no text"
 NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
 
@@ -108,6 +108,7 @@ class StoredTexts:
                     raise _wrong(self._path, "its batches are compressed")
         except (pa.ArrowException, OSError) as error:
             raise _wrong(self._path, str(error)) from error
+        # All batches but the last are full, because `at` finds a row by division.
         if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
             raise _wrong(self._path, f"not {rows:,} rows of record, text, id and source")
 
@@ -127,11 +128,11 @@ class StoredTexts:
             yield from (text or "" for text in self._batch(number).column("text").to_pylist())
 
     def _batch(self, number: int) -> pa.RecordBatch:
-        """Batch with checked offsets and UTF-8 texts; an unchecked one could end the process."""
+        """Batch with checked offsets and UTF-8 texts."""
         if number not in self._checked:
             batch = self._file.get_batch(number)
             try:
-                batch.validate(full=True)
+                batch.validate(full=True)  # offsets beyond the file would end the process
             except pa.ArrowException as error:
                 raise _wrong(self._path, str(error)) from error
             self._checked[number] = batch
@@ -161,6 +162,7 @@ class StoredVectors:
             return whole
         cosines = np.empty((len(queries), len(self._vectors)), np.float32)
         for start in range(0, len(self._vectors), CHUNK_ROWS):
+            # a whole copy in float32 would be larger than the index
             chunk = unit_rows(self._vectors[start : start + CHUNK_ROWS].astype(np.float32))
             cosines[:, start : start + CHUNK_ROWS] = queries @ chunk.T
         return cosines
@@ -169,7 +171,7 @@ class StoredVectors:
 def write_words(folder: Path, texts: Iterable[str], kind: LexicalKind) -> int:
     """Write the words of texts, read once, to `words.arrow` and `postings.arrow`; return the number of words."""
     lexicon = Lexicon(texts)
-    words = sorted(lexicon.words)
+    words = sorted(lexicon.words)  # `StoredWords` bisects them
     order = np.array([lexicon.words[word] for word in words], np.int64)
     ranks = np.empty_like(order)
     ranks[order] = np.arange(len(order))
@@ -202,6 +204,7 @@ class StoredWords:
         self._texts, self._weights = postings.column("row").to_numpy(), postings.column("weight").to_numpy()
         self._ends = np.cumsum(self._counts)
         fits = not len(self._counts) or (self._counts.min() >= 1 and self._counts.max() <= rows)
+        # or a word would be scored with the rows of another
         if not fits or int(self._counts.sum()) != len(self._texts):
             raise _wrong(folder / WORDS, "the numbers of texts do not fit")
         if len(self._texts) and not (self._texts.min() >= 0 and self._texts.max() < rows):
@@ -220,6 +223,7 @@ class StoredWords:
         weights = query_weights(self._kind, occurrences, self._counts[places].astype(np.float64), self._rows)
         for place, weight in zip(places.tolist(), weights.tolist(), strict=True):
             postings = slice(self._ends[place] - self._counts[place], self._ends[place])
+            # ascending rows are distinct, so that none is added once for two
             scores[self._texts[postings]] += weight * self._weights[postings]
         return scores.astype(np.float32)
 
@@ -247,13 +251,11 @@ def _wrong(path: Path, why: str) -> UsageError:
 
 
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
-    """Rows of the `top` highest scores `(rows,)`, highest first, of equal ones the first rows; all if there are fewer.
-
-    Only those as high as the last of them are sorted: sorting all would take longer than computing the scores.
-    """
+    """Rows of the `top` highest scores `(rows,)`, best first, of equal ones the first rows; all if there are fewer."""
     low = -scores
     rows = np.arange(len(low))
     if top < len(low):
+        # Sorting all would take longer than computing the scores.
         rows = np.flatnonzero(~(low > np.partition(low, top - 1)[top - 1]))  # with `~` NaN stays, and is sorted last
     return rows[np.argsort(low[rows], kind="stable")[:top]]
 
@@ -317,6 +319,7 @@ class SearchIndex:
             UsageError: another encoder made the index.
         """
         size = min(encoder.size, self.facts.shape.dimensions or encoder.size)
+        # Vectors of another encoder of that size fit, and mean nothing.
         if encoder.fingerprint != self.facts.fingerprint or size != self.facts.size:
             raise UsageError(
                 f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
@@ -375,7 +378,7 @@ def _checked_facts(folder: Path) -> IndexFacts:
             f"{folder / INDEX} is not an index of this version of `declutr index` ({why}); build the index again: "
             "`declutr index EMBEDDINGS --output FOLDER`"
         ) from error
-    for name, digest in facts.files.items():
+    for name, digest in facts.files.items():  # before any is opened: the folder may come from someone else
         if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
             raise UsageError(f"{folder}: {name} is missing or altered; build the index again")
     return facts

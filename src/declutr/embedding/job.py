@@ -155,7 +155,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
             num_bytes=output.stat().st_size,
         )
         write_text(note_path(output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
-        shutil.rmtree(folder)
+        shutil.rmtree(folder)  # after the note, or a kill would leave neither
     return note
 
 
@@ -170,6 +170,7 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
     with path.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another command may end, and remove the folder, between `open` and `flock`.
             locked = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
         except BlockingIOError:
             locked = False
@@ -289,7 +290,7 @@ def _embed_on_ray(
     share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
     items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
     sizes = {unit.name: unit.num_bytes for unit, _ in todo}
-    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
+    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(  # a block is what Ray computes again
         UnitEmbedder,
         fn_constructor_kwargs={"config": config, "folder": str(folder), "vectors": vectors_fingerprint(encoder)},
         concurrency=min(workers, len(items)),
@@ -311,10 +312,7 @@ def _embed_on_ray(
 
 
 class UnitEmbedder:
-    """Ray worker with an encoder that embeds one unit after the other, if its `vectors_fingerprint` is `vectors`.
-
-    The encoder that a name means may change meanwhile: that of a run is its newest checkpoint.
-    """
+    """Ray worker with an encoder that embeds one unit after the other, if its `vectors_fingerprint` is `vectors`."""
 
     def __init__(self, config: EmbedConfig, folder: str, vectors: str) -> None:
         from declutr.encoders.loading import encoder_of
@@ -322,6 +320,7 @@ class UnitEmbedder:
         self._config, self._folder = config, Path(folder)
         self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
         self._problem = ""
+        # The encoder that a name means may change meanwhile: that of a run is its newest checkpoint.
         if vectors_fingerprint(self._encoder) != vectors:
             self._problem = (
                 f"{config.choice.model}: a worker loaded another encoder ({precision_of(self._encoder)}) than this "

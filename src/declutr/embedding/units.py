@@ -116,6 +116,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
 
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: Precision) -> list[str]:
     """SHA-256 for each unit of its input, the encoder with its precision, and the settings for its embeddings."""
+    # Fingerprint and units stand for what is left out, or it decides no number.
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
     settings |= {"precision": precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
     return [
@@ -125,8 +126,8 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision
 
 
 MAX_TEXT_MIB = 512
-_WINDOW_TEXTS = 8192
-_WINDOW_CHARACTERS = 8_000_000
+_WINDOW_TEXTS = 8192  # embedded together, so that batches have texts of one length
+_WINDOW_CHARACTERS = 8_000_000  # 8,192 long texts may not fit in memory
 
 
 class EmbeddingSidecar(Strict):
@@ -206,7 +207,7 @@ def embed_unit(
                     now = reader.bytes_read
                     report(len(texts), now - seen_bytes)
                     seen_bytes = now
-        check_unchanged(unit)
+        check_unchanged(unit)  # or the part may mix two versions of the input
         (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
     sidecar = EmbeddingSidecar(
         unit=unit.name,
@@ -236,6 +237,7 @@ def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> 
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
     rounded = shaped(embeddings := encoder.encode(list(numbers)), shape)
+    # a finite number may be too large for float16
     checked = rounded if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
     finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(checked), axis=1)
     return rounded[places], finite[places]

@@ -1,8 +1,7 @@
 """Encoders that `declutr export` writes: a graph in ONNX, and a table of token vectors; computed on a CPU.
 
-As with a transformer, batches of a graph are computed in parallel, each by one thread. A table is in the format of
-sentence-transformers' StaticEmbedding: e(x) = 1/n sum_i v(t_i) over the n tokens of x without special ones; 0 for a
-text without tokens.
+A table is in the format of sentence-transformers' StaticEmbedding: e(x) = 1/n sum_i v(t_i) over the n tokens of x
+without special ones; 0 for a text without tokens.
 """
 
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ def session_of(graph: bytes | Path) -> Any:
     except ImportError as error:
         raise EncoderError(f"graphs in ONNX need onnxruntime (pip install onnxruntime): {error}") from error
     options = onnxruntime.SessionOptions()
+    # Batches are computed in parallel, so that the bits of one do not depend on the number of cores.
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4  # errors are raised too
     try:
@@ -64,7 +64,7 @@ class OnnxEncoder:
             self.size, self.prompt = int(settings["size"]), str(settings["prompt"])
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self._pad = int((self._tokenizer.padding or {}).get("pad_id", 0))
-            self._tokenizer.no_padding()
+            self._tokenizer.no_padding()  # `padded` does it, by batch
             files = [hash_file(folder / file) for file in (GRAPH, "tokenizer.json")]
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{folder}: is a damaged export to ONNX ({error!r}); export again") from error
@@ -100,7 +100,7 @@ class OnnxEncoder:
 def padded(rows: list[list[int]], pad: int) -> dict[str, NDArray[np.int64]]:
     """Inputs of a graph, `(texts, tokens)` ids and mask."""
     longest = max(map(len, rows))
-    shape = len(rows), max(2, longest)
+    shape = len(rows), max(2, longest)  # graphs are traced for two tokens or more
     inputs = {"input_ids": np.full(shape, pad, np.int64), "attention_mask": np.zeros(shape, np.int64)}
     for place, row in enumerate(rows):
         inputs["input_ids"][place, : len(row)] = row
@@ -173,6 +173,7 @@ class StaticEncoder:
         starts = np.cumsum([0, *map(len, rows[:-1])])
         flat = torch.from_numpy(np.concatenate([np.array(row, np.int64) for row in rows]))
         with torch.inference_mode():
+            # a text without tokens gives 0
             means = F.embedding_bag(flat, self._table, torch.from_numpy(starts), mode="mean")
             return (F.normalize(means, dim=-1) if self._unit else means).numpy()
 

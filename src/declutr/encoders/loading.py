@@ -1,8 +1,4 @@
-"""Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines.
-
-On a CPU, linear layers are computed by oneDNN with weights in its own layout: torch multiplies float32 matrices by MKL,
-which takes twice as long as oneDNN on an AMD EPYC.
-"""
+"""Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
 import re
 from collections.abc import Collection
@@ -101,6 +97,7 @@ def load_encoder(
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not longest >= 1:
         raise EncoderError(f"{name}: its tokenizer_config.json has model_max_length = {longest!r}, not a length")
+    # transformers writes 10**30 if there is no limit.
     limit = min(int(min(longest, 10**9)), (recipe and recipe.max_tokens) or 10**9)
     if hasattr(encoder.model.config, "max_position_embeddings"):  # else positions are relative and without a limit
         limit = min(limit, max_span_tokens(encoder.model))
@@ -124,7 +121,7 @@ def load_encoder(
         precision = "bf16" if half else "fp32"
     if device == "cpu":
         for module in (encoder, after):
-            pack_linears(module)
+            pack_linears(module)  # torch's own products, by MKL, take twice as long on an AMD EPYC
     return TransformerEncoder(
         name=name,
         encoder=encoder.to(device),
@@ -145,6 +142,7 @@ def load_encoder(
 def start_of(path: Path) -> str:
     """Encoder from which an export, a run or its checkpoint was trained; "" if none or unknown."""
     of_run, of_export = (path / EXPORT / SETTINGS, path), (path / SETTINGS, path.parent)
+    # the export of a run, an export, a checkpoint
     for file, run in (of_run, of_export, (path / STATE, path.parent.parent)):
         if not file.is_file():
             continue
@@ -198,12 +196,10 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
 def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
     """Load the encoder of a job or an index.
 
-    The choice may come from somebody else's file, so the trust recorded in it is ignored.
-
     Raises:
         EncoderError: the encoder cannot be loaded.
     """
-    options = choice.model_dump(exclude={"model", "trust_remote_code"})
+    options = choice.model_dump(exclude={"model", "trust_remote_code"})  # a file from somebody else grants no trust
     return load_encoder(choice.model, **options, trust_remote_code=trust_remote_code)
 
 

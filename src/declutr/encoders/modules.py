@@ -96,7 +96,7 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
     steps = files.steps(modules[2:])
     layers = [step.linear for step in steps if isinstance(step, Dense)]
     folders = [folder for kind, folder in modules if kind == "Dense"]
-    for folder, (before, after) in zip(folders[1:], pairwise(layers), strict=True):
+    for folder, (before, after) in zip(folders[1:], pairwise(layers), strict=True):  # torch would name no file
         if before.out_features != after.in_features:
             raise EncoderError(
                 f"{name}: its dense layer {folder} takes {after.in_features} numbers, the one before "

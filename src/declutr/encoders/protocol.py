@@ -71,12 +71,13 @@ def vectors_fingerprint(encoder: SentenceEncoder) -> str:
 
 def precision_of(encoder: SentenceEncoder) -> Precision:
     """Precision of the encoder's matrix products."""
-    precision: Precision = getattr(encoder, "precision", "fp32")
+    precision: Precision = getattr(encoder, "precision", "fp32")  # word vectors and exports have none
     return precision
 
 
 def missing(name: str) -> str | None:
     """The problem of a name that can only be a path where nothing is; None for all other names."""
+    # hashed-words:SIZE and addresses have a colon
     if ":" in name or not looks_like_a_path(name) or expand(name).exists():
         return None
     return f"{name} cannot be loaded: there is no such folder{near(name)}"
@@ -88,6 +89,7 @@ def near(name: str) -> str:
     return suggest(name, [str(Path(name).parent / path.name) for path in above.iterdir()]) if above.is_dir() else ""
 
 
+# of transformers, sentence-transformers and `declutr export`
 _ENCODER_FILES = "config.json", "modules.json", "declutr_onnx.json"
 
 

@@ -1,8 +1,4 @@
-"""Embeddings by a transformer: batches by token budget, without padding if the encoder can pack.
-
-On a CPU, batches are computed in parallel, each by one thread. Work is divided between batches and never inside one, so
-that an embedding has the same bits on two cores as on sixty-four.
-"""
+"""Embeddings by a transformer: batches by token budget, without padding if the encoder can pack."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -81,7 +77,7 @@ class TransformerEncoder:
             for key, value in sorted(module.state_dict().items()):
                 digest.update(key.encode() + str(value.dtype).encode())
                 digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
-        volatile = ("transformers_version", "dtype", "architectures")
+        volatile = ("transformers_version", "dtype", "architectures")  # differ by version, not by embedding
         model = self.encoder.model.config.to_dict()
         settings = {
             "weights": digest.hexdigest(),
@@ -174,13 +170,14 @@ class TransformerEncoder:
         pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
 
         def embed(piece: SpanBatch) -> torch.Tensor:
-            with torch.inference_mode():
+            with torch.inference_mode():  # a thread has its own
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                     pooled = self.encoder.embed(piece.to(device))
                 return self.after(pooled).float()  # type: ignore[no-any-return]
 
         embeddings = np.empty((len(rows), self.size), np.float32)
         if device.type == "cpu":
+            # Divided between batches, never inside one: the same bits on two cores as on sixty-four.
             with _single_threads() as pool:
                 parts = list(pool.map(embed, pieces))
         else:
@@ -190,12 +187,10 @@ class TransformerEncoder:
 
 
 def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
-    """Slices of consecutive inputs with at most `budget` tokens, cut at a change of length once half of it is reached.
-
-    Inputs of one length need no mask and no rearrangement in attention.
-    """
+    """Slices of consecutive inputs with at most `budget` tokens, cut at a change of length once half is reached."""
     cuts, start, total = [], 0, 0
     for place, length in enumerate(lengths):
+        # Inputs of one length need no mask and no rearrangement in attention.
         full = total + length > budget or (length != lengths[place - 1] and 2 * total >= budget)
         if total and full:
             cuts.append((start, place))
@@ -216,12 +211,10 @@ def _single_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder: Path) -> None:
-    """Write the encoder to an empty folder, with its own steps behind the pooling and then `more`.
-
-    A dense layer mixes the numbers of an embedding, so the folder declares no sizes behind one.
-    """
+    """Write the encoder to an empty folder, with its own steps behind the pooling and then `more`."""
     write_encoder(encoder.encoder, encoder.tokenizer, folder)
     settings = read_json(folder / "config.json")
+    # A dense layer mixes the numbers of which the first ones were an embedding too.
     if any(isinstance(step, Dense) for step in more) and settings.pop("matryoshka_dimensions", None):
         write_json(folder / "config.json", settings)
     limits = read_json(folder / "sentence_bert_config.json")

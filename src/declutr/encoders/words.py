@@ -37,9 +37,8 @@ def _hashed(text: str) -> list[str]:
 class HashedWords:
     """Encoder that gives every word a random vector of signs, drawn from the seed and a hash of the word.
 
-    v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers and therefore exact,
-    so embeddings are the same on every machine. Texts in scripts without spaces, or with vowel signs, have the words of
-    lexical search (`lexical_words`).
+    v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Embeddings are the same on every machine. Texts
+    in scripts without spaces, or with vowel signs, have the words of lexical search (`lexical_words`).
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -60,7 +59,7 @@ class HashedWords:
             signs = self._signs(list(numbers))
             for place, row in enumerate(rows, start):
                 if row:
-                    total = signs[row].sum(axis=0, dtype=np.int64)
+                    total = signs[row].sum(axis=0, dtype=np.int64)  # exact, in any order
                     embeddings[place] = total / (len(row) * np.sqrt(self.size))
         return embeddings
 
@@ -69,6 +68,7 @@ class HashedWords:
         digests = [hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest() for word in words]
         keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
         drawn = seeding.words(self.seed, "hashed-words", keys, np.zeros_like(keys), -(-self.size // 32))
+        # Little-endian on every machine.
         raw = np.ascontiguousarray(drawn.astype("<u4")).view(np.uint8)
         bits = np.unpackbits(raw.reshape(len(words), 4 * drawn.shape[1]), axis=1, bitorder="little")
         return (bits[:, : self.size].astype(np.int8) << 1) - 1

@@ -178,8 +178,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _rounded_mean(values: list[float]) -> float:
-    """Mean of values rounded to two decimals, as in SimCSE's tables."""
-    return _mean([float(f"{value:.2f}") for value in values])
+    """Mean of values rounded to two decimals."""
+    return _mean([float(f"{value:.2f}") for value in values])  # as SimCSE's script computes its tables
 
 
 _YEARS = ("STS12", "STS13", "STS14", "STS15", "STS16")

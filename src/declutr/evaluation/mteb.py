@@ -23,7 +23,7 @@ class MtebEncoder:
 
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder
-        name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]
+        name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]  # MTEB makes a folder of it
         metadata = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
         self.mteb_model_meta = ModelMeta.create_empty(metadata | {"similarity_fn_name": ScoringFunction.COSINE})
 
@@ -62,7 +62,7 @@ def score_mteb(
     Raises:
         EncoderError: the data of a task cannot be loaded.
     """
-    cache = mteb.ResultCache(output / "mteb")
+    cache = mteb.ResultCache(output / "mteb")  # keeps each task, so that a killed call computes the rest
     scores: dict[str, float] = {}
     for task in tasks:
         name = task.metadata.name

@@ -167,5 +167,5 @@ def _number(block: Block, row: ModelRow, of: str) -> Cell:
     if of:
         return row.cells[block.columns.index(of)]
     values = [cell.value for cell in row.cells if cell.value is not None]
-    whole = len(values) == len(row.cells)
+    whole = len(values) == len(row.cells)  # a mean over other columns would be compared
     return Cell(sum(values) / len(values) if whole else None, any(cell.marked for cell in row.cells))

@@ -5,8 +5,7 @@ float32 `(texts, size)`. Pooling, dense layers and normalisation are inside the 
 
 In 8-bit integers, for a CPU, a linear layer y = x W + b becomes y = s t_j (q - z) V_j + b_j: q = round(x / s) + z in
 0..255, with one scale s and zero point z for a tensor; V in -127..127, with a scale t_j for a column. s and z come from
-the least and the largest value of x on some texts, never from the batch, so that the embedding of a text does not
-depend on the texts beside it. A table of embeddings has a scale for each row.
+the least and the largest value of x on some texts. A table of embeddings has a scale for each row.
 """
 
 import logging
@@ -32,11 +31,11 @@ from declutr.encoders.transformer import TransformerEncoder
 OPSETS = 23, 20
 """Opsets to try. GELU is one operation since 20, attention since 23. onnxruntime fails on the rotary
 embeddings that 23 makes of ModernBERT's."""
-_MOST_BYTES = 2**31
+_MOST_BYTES = 2**31  # the limit of protobuf
 _MESSAGE_CHARACTERS = 300
 _TABLE_NUMBERS = 2**20
 """Least numbers of a table of embeddings in integers; smaller ones stay in float32."""
-_DOMAIN = "com.microsoft"
+_DOMAIN = "com.microsoft"  # ONNX itself has no product of integers with scales and a bias
 
 
 class _Graph(nn.Module):
@@ -121,7 +120,7 @@ def _trace(graph: nn.Module, path: Path, device: torch.device, opset: int) -> No
                 dynamic_shapes=(shape, shape),
                 opset_version=opset,
                 dynamo=True,
-                external_data=False,
+                external_data=False,  # an export is one file
                 verbose=False,
             )
     finally:
@@ -131,9 +130,7 @@ def _trace(graph: nn.Module, path: Path, device: torch.device, opset: int) -> No
 def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
     """Rewrite what onnxruntime computes slowly on a CPU, without another result.
 
-    - Add before LayerNormalization becomes Sum: onnxruntime would fuse the two to SkipLayerNormalization, whose kernel
-      takes several times as long as both.
-    - Attention takes `(texts, tokens, hidden)`, so that nothing is transposed around it.
+    Add before LayerNormalization becomes Sum, and attention takes `(texts, tokens, hidden)`.
 
     Args:
         model: the graph, changed in place.
@@ -144,6 +141,7 @@ def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
     for node in nodes:
         added = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
         if added and added.op_type == "Add":
+            # onnxruntime would fuse Add to SkipLayerNormalization, whose kernel takes two to six times as long as both.
             added.op_type = "Sum"
     heads = getattr(config, "num_attention_heads", None)
     if not heads or getattr(config, "num_key_value_heads", heads) != heads:
@@ -153,7 +151,7 @@ def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
         before = [_reshaped(name, producers) for name in node.input[:3]]
         after = _only(node, "Transpose", users)
         end = _only(after, "Reshape", users) if after else None
-        if after and end and all(before):
+        if after and end and all(before):  # so that nothing is transposed around it
             node.input[:3] = before
             node.output[0] = end.output[0]
             node.attribute.extend(helper.make_attribute(f"{kind}_num_heads", heads) for kind in ("q", "kv"))
@@ -215,12 +213,14 @@ def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
     added: set[str] = set()
     for node in layers:
         name, bias = node.input[0], _bias(node, users, values)
+        # Fixed ranges: of a batch's own, the embedding of a text would depend on the texts beside it.
         integers, activation = f"{name}.u8", _activation(graph, name, ranges[name])
         first = [] if name in rounded else [helper.make_node("QuantizeLinear", activation, [integers])]
         rounded.add(name)
         weight, scale = _columns(graph, numpy_helper.to_array(values[node.input[1]]), node.input[1])
         names = [integers, weight, activation[1], scale, activation[2], "", *([bias[1]] if bias else [])]
         end = bias[0].output[0] if bias else node.output[0]
+        # With the bias, which onnxruntime's quantizer leaves outside, where its kernel takes twice as long.
         replaced[node.output[0]] = [*first, helper.make_node("MatMulIntegerToFloat", names, [end], domain=_DOMAIN)]
         added.update([end] if bias else [])
     for node in [item for item in graph.node if item.op_type == "Gather" and _is_table(values.get(item.input[0]))]:
@@ -253,7 +253,7 @@ def _ranges(
     """Least and largest value of each tensor, 0 included."""
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
-    distinct = list(dict.fromkeys(names))
+    distinct = list(dict.fromkeys(names))  # queries, keys and values read one tensor
     kept = {output.name for output in watched.graph.output}
     watched.graph.output.extend(
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in distinct if name not in kept

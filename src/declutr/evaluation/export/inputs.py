@@ -82,7 +82,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
     test = None
     if problem := missing(config.model):
         problems.append(problem)
-    if os.path.lexists(config.output):
+    if os.path.lexists(config.output):  # a dangling link is in the way too
         problems.append(f"--output {config.output}: exists already; name another folder, or remove it")
     elif problem := folder_problem(config.output.absolute().parent):
         problems.append(f"--output {config.output}: {problem}")
@@ -132,7 +132,7 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
     first: ReadFailure | None = None
     cut = False
     for unit in units:
-        if cut := characters >= _CORPUS_CHARACTERS:
+        if cut := characters >= _CORPUS_CHARACTERS:  # the corpus is held in memory
             break
         for record in read_unit(unit, corpus):
             if isinstance(record, Document):

@@ -70,11 +70,12 @@ def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts:
     sides = {**floats, "export": after}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(_ROUNDS + 1):  # the first round warms up
-        for name in sorted(sides, reverse=bool(number % 2)):
+        for name in sorted(sides, reverse=bool(number % 2)):  # turns change: the first warms the machine
             begun = time.perf_counter()
             sides[name].encode(texts)
             if number:
                 seconds[name].append(max(time.perf_counter() - begun, 1e-9))
+    # a comparison with a slower one would flatter the export
     fastest = min(floats, key=lambda name: statistics.median(seconds[name]))
     ratios = [reference / own for reference, own in zip(seconds[fastest], seconds["export"], strict=True)]
     return {
@@ -180,7 +181,7 @@ def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[
     own, measured = _texts_of(config, inputs)
     texts = [*sentences, *(" ".join(sentences[start::2]) for start in (0, 1)), *own]
     measured = measured or sentences
-    with atomic_folder(config.output) as aside:
+    with atomic_folder(config.output) as aside:  # measured before it has its name
         if config.to == "static":
             write_static(encoder, inputs.corpus, aside, config.vocabulary_size, config.dimensions)
         else:
@@ -247,13 +248,10 @@ def _weight_bytes(encoder: TransformerEncoder) -> int:
 
 
 def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str]]:
-    """The user's texts that set the ranges of integers, and the texts that are measured.
-
-    Integers are nearer to the encoder on the texts that set their ranges, so a corpus is divided.
-    """
+    """The user's texts that set the ranges of integers, and the texts that are measured."""
     if inputs.measured or config.to != "onnx-int8":
         return _spread(inputs.corpus), _spread(inputs.measured or inputs.corpus)
-    ranges = _spread(inputs.corpus[::2])
+    ranges = _spread(inputs.corpus[::2])  # on them, integers are nearer to the encoder than on others
     range_texts = set(ranges)
     return ranges, _spread([text for text in inputs.corpus[1::2] if text not in range_texts])
 

@@ -50,10 +50,11 @@ def write_static(
     counts = np.zeros(len(tokens), np.int64)
     for row in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
         np.add.at(counts, row.ids, 1)
+    # a continuation is embedded as the letters it is
     vectors = encoder.encode([token.removeprefix(_CONTINUED) for token in tokens]).astype(np.float64)
     weights = _A / (_A + counts / max(1, counts.sum()))
     table = _components(vectors, dimensions) * weights[:, None]
-    table[tokens.index(_UNKNOWN)] = 0
+    table[tokens.index(_UNKNOWN)] = 0  # it stands for any word
     save_file({WEIGHT: torch.from_numpy(table.astype(np.float32))}, folder / TABLE)
     tokenizer.save(str(folder / "tokenizer.json"))
     kinds = {MODULE: "", "Normalize": "1_Normalize"}
@@ -104,6 +105,7 @@ def _components(vectors: NDArray[np.float64], max_components: int) -> NDArray[np
     """Principal components `(tokens, min(most, size))`, each with a positive largest weight."""
     centered = vectors - vectors.mean(axis=0)
     directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :max_components]
+    # an eigenvector may have either
     signs = np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
     components: NDArray[np.float64] = centered @ (directions * signs)
     return components

@@ -50,9 +50,9 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
         relevant: numbers of the relevant texts of each query, at least one.
 
     Raises:
-        EncoderError: a score is NaN, which no other score exceeds.
+        EncoderError: a score is NaN.
     """
-    if np.isnan(scores).any():
+    if np.isnan(scores).any():  # no score exceeds NaN, so that its text would be the first
         raise EncoderError("an embedding is not finite, so that texts have no order")
     rows = np.empty((len(relevant), len(MEASURES)))
     for row, (values, targets) in enumerate(zip(scores, relevant, strict=True)):
@@ -65,7 +65,7 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
 
 
 BM25, IDF = NAMES["bm25"], NAMES["idf"]
-_CHUNK_QUERIES = 512
+_CHUNK_QUERIES = 512  # each has a score for every text in memory
 SEED = 0
 """Seed of the bootstrap: the same file gives the same intervals."""
 
@@ -117,7 +117,7 @@ def score_encoder(
     The score of a text is that of its best window.
     """
     whole, owners = embed_windows(encoder, test.texts)
-    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))  # windows of a text are neighbours
 
     def cosines(queries: Sequence[str], texts: F32 = whole) -> F32:
         rows = unit_rows(encoder.encode(queries)[:, : texts.shape[1]])

@@ -27,6 +27,7 @@ def rarities(kind: LexicalKind, in_texts: F64, total: int) -> F64:
 
     bm25: ln(1 + (N - n + 0.5) / (n + 0.5)). idf: ln(1 + N / n).
     """
+    # 0 texts: a word of the query alone
     odds = (total - in_texts + 0.5) / (in_texts + 0.5) if kind == "bm25" else total / np.maximum(1, in_texts)
     weights: F64 = np.log1p(odds)
     return weights
@@ -106,6 +107,7 @@ class Lexicon:
 
     def _count(self, texts: Iterable[str], grow: bool = False) -> csr_matrix:
         """`(n, words)` occurrences."""
+        # a Python list would take several times the memory
         starts, places, numbers = array("q", [0]), array("i"), array("i")
         for text in texts:
             for word, number in Counter(lexical_words(text)).items():

@@ -89,7 +89,7 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
         if query in queries and document in numbers:
             judged.setdefault(query, set()).add(numbers[document])
         else:
-            left_out += 1
+            left_out += 1  # some data sets judge documents that their files lack
     if not judged:
         raise DataError(f"{name}: none of its {left_out} judgements names a query and a document of its files")
     keys = [key for key in queries if key in judged]

@@ -44,6 +44,7 @@ class RetrievalTest:
 
     def places(self, which: Half, seed: int) -> NDArray[np.int64]:
         """Numbers of the queries of a half, by a draw for each query."""
+        # a query stays in its half when others are added
         keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
         drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
         numbers: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
@@ -136,7 +137,7 @@ def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
     try:
-        value.encode()
+        value.encode()  # no tokenizer takes half of a character
     except UnicodeEncodeError as error:
         raise DataError(f"{path}, line {line}: `{name}` holds half of a character (a lone surrogate)") from error
     return value
@@ -149,7 +150,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if (size := path.stat().st_size) > MOST_BYTES:
         raise DataError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read")
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:  # spreadsheets write a byte order mark
             if path.suffix in _CSV:
                 csv.field_size_limit(MOST_BYTES)  # 131,072 characters by itself; readers of corpora set their own
                 reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")

@@ -5,9 +5,6 @@ same batches, the same early stopping. Only the order of float additions differs
 
 Sets of a task whose passes have the same number of batches are fitted together, all decays of a set on the same rows
 (`network.py`). After every dev score, stopped fits are removed from the arrays.
-
-Steps are many and small. On a CPU that other programs use too, give each process one thread (OMP_NUM_THREADS=1, which
-Ray sets for a task with one CPU) and run tasks in parallel. With two threads, every step waits for the slower one.
 """
 
 import itertools
@@ -65,8 +62,8 @@ class Schedule:
     def __init__(self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig) -> None:
         self.members = Padded.of([s.train for s in sets])
         self._labels, self._batch_size = labels, config.batch_size
-        # Sets of one stream see the same positions, because every official fit starts from one seed.
         self._streams = [s.stream for s in sets]
+        # every official fit of a size starts from one seed
         self._orders = {stream: orders(config.seed, *stream) for stream in self._streams}
         self._passes: list[dict[Stream, Rows]] = []
 
@@ -178,6 +175,7 @@ def fit_many(
     def num_batches(place: int) -> int:
         return -(-len(sets[place].train) // config.batch_size)
 
+    # sets at one step share one product
     for _, together in itertools.groupby(sorted(range(len(sets)), key=num_batches), key=num_batches):
         members = list(together)
         places += members
@@ -206,7 +204,7 @@ class _Group:
     ) -> None:
         self.train, self.dev, self.config = train, dev, config
         self.classes = torch.arange(num_classes)[:, None]
-        start = torch.Generator().manual_seed(config.seed)
+        start = torch.Generator().manual_seed(config.seed)  # as torch.manual_seed of the official code
         parameters = linear_start(train.features.width, num_classes, start)
         self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in parameters])
         self.best = Network([torch.empty_like(p) for p in self.network.parameters])
@@ -221,6 +219,7 @@ class _Group:
         """Train all fits until they stop."""
         config = self.config
         shape = (len(self.set_places), len(self.decay_places))
+        # -1: the first score is always a new best
         best_right, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
         running = np.ones(shape, bool)
         num_passes = 0
@@ -235,7 +234,7 @@ class _Group:
             scores[here] += running[here]
             missed = running[here] & ~better
             running[here] &= ~(missed & (misses[here] >= config.tenacity))
-            misses[here] += missed
+            misses[here] += missed  # in total, not in a row: so counts the official code
             self._compact(running[here])
         return Fits(best_right, self.num_dev, self.best, scores)
 
@@ -254,7 +253,7 @@ class _Group:
                 wrong *= batch.weight
                 network.backward(rows, wrong, gradients)
                 updates.step(network.parameters, gradients)
-        self.updates.num_steps = updates.num_steps
+        self.updates.num_steps = updates.num_steps  # a view counts its own steps
 
     def _score(self) -> NDArray[np.int64]:
         """(S, R) dev examples that are classified correctly now."""

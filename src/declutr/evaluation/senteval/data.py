@@ -69,7 +69,7 @@ def load(task: SentEvalTask, folder: Path) -> TaskData:
 
 
 def _in_official_order(task: SentEvalTask, rows: SplitRows, classes: tuple[str, ...], split: str) -> Split:
-    """Sort by numbers of words, then label; this order decides the classifiers' folds and batches."""
+    """Sort by numbers of words, then label."""
     labels = _numbers(task, rows, classes, split)
     first, second = (np.array([len(words) for words in side], dtype=np.int64) for side in (rows.first, rows.second))
     last: NDArray[Any] = labels
@@ -77,8 +77,9 @@ def _in_official_order(task: SentEvalTask, rows: SplitRows, classes: tuple[str, 
         first, second = second, first
         last = np.array([sorted(classes).index(classes[label]) for label in labels], dtype=np.int64)
     if task.procedure == "retrieval":
-        order = np.arange(len(labels))
+        order = np.arange(len(labels))  # captions belong to the images of their places
     else:
+        # Folds and batches of the classifiers follow this order.
         order = np.lexsort((last, second, first) if rows.second else (last, first))  # stable, the last key leads
     return Split(
         first=tuple(" ".join(rows.first[row]) or EMPTY for row in order),
@@ -146,7 +147,7 @@ def inspect(task: SentEvalTask, folder: Path, allow_unchecked: bool = False) -> 
     except DataError as error:
         return Inspection(task, "refused", (str(error),))
     hashes = published()[task.name]["files"]
-    if hashes and dict(data.files) == hashes:
+    if hashes and dict(data.files) == hashes:  # of COCO, published as pickles, no hash is known
         return Inspection(task, "identical", (), data)
     problems = []
     if other := [path for path, digest in hashes.items() if data.files[path] != digest]:
@@ -234,9 +235,10 @@ def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
                     length, size = answer.headers.get("Content-Length"), 0
                     while chunk := answer.read(_CHUNK_BYTES):
                         size += len(chunk)
-                        if size > max_bytes:
+                        if size > max_bytes:  # a server may announce another length, or none
                             raise RemoteError(f"{url}: exceeds the limit of {max_bytes:,} bytes")
                         stream.write(chunk)
+                # Read in chunks, http.client raises nothing for a body that is too short.
                 if length is not None and size != int(length):
                     raise OSError(f"the connection ended after {size:,} of {int(length):,} bytes")
                 if expected and (digest := git_sha1(aside)) != expected:

@@ -1,12 +1,9 @@
 """Feature tables that classifiers read rows of: embeddings, or features of pairs computed on reading.
 
 [|a-b|, a*b] of MRPC and SICK and [a, b, a*b, |a-b|] of SNLI are two and four times as wide as their embeddings.
-Computed per batch they stay in the processor's cache, and SNLI's 550,000 pairs never take their 6.8 GB.
 
-The random draws are those of SentEval, reproduced exactly. The official code reseeds numpy's and torch's global
-generators with 1111 for every fit and takes its folds from scikit-learn. Here every stream has a separate generator:
-`RandomState(seed)` gives the permutations that `numpy.random.seed(seed)` would give, and no other code in the process
-can shift them.
+The random draws are those of SentEval, whose code reseeds the global generators with 1111 for every fit and takes its
+folds from scikit-learn.
 """
 
 from collections.abc import Iterator
@@ -50,7 +47,7 @@ class Table:
         out = buffer[: len(flat) * self.width].view(len(flat), self.width)
         if self.second is None:
             torch.index_select(self.first, 0, flat, out=out)
-        else:
+        else:  # by batch, which stays in the cache: SNLI's 550,000 pairs would take 6.8 GB
             first, second = self.first.index_select(0, flat), self.second.index_select(0, flat)
             parts = out.unflatten(1, (-1, first.shape[1])).unbind(1)
             if self.keep_both:
@@ -166,7 +163,7 @@ def stratified_folds(labels: ArrayLike, num_folds: int, seed: int = _FOLD_SEED) 
         )
     ordered = np.sort(codes)
     shares = np.stack([np.bincount(ordered[fold::num_folds], minlength=num_classes) for fold in range(num_folds)])
-    stream = np.random.RandomState(seed)
+    stream = np.random.RandomState(seed)  # draws as the global one of that seed, and nobody else draws from it
     fold_of = np.empty(len(codes), np.int64)
     for code in range(num_classes):
         deal = np.arange(num_folds).repeat(shares[:, code])
@@ -186,6 +183,6 @@ def orders(seed: int, num_drawn: int, num_rows: int) -> Iterator[Rows]:
     """Endless permutations of `num_rows` positions, one per pass."""
     stream = np.random.RandomState(seed)
     if num_drawn:
-        stream.permutation(num_drawn)
+        stream.permutation(num_drawn)  # that of `hold_out`, which the official fit draws from the same generator
     while True:
         yield stream.permutation(num_rows)

@@ -141,11 +141,8 @@ def read_sst_fine(path: Path) -> SplitRows:
 
 
 def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
-    """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8.
-
-    The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels.
-    This one does not.
-    """
+    """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8."""
+    # The official loader also cuts at NEL (byte 0x85), which would shift the sentences against their labels.
     columns = [read_lines(path, "latin-1") for path in (first, second)]
     names = read_lines(labels, "utf-8")
     _same_length({first: len(columns[0]), second: len(columns[1]), labels: len(names)})
@@ -222,7 +219,7 @@ def read_retrieval(path: Path, captions: Path) -> SplitRows:
         DataError: the array has another shape or type or a value that is not finite, or an image has not five captions.
     """
     try:
-        features = np.load(path, mmap_mode="r", allow_pickle=False)
+        features = np.load(path, mmap_mode="r", allow_pickle=False)  # a pickle would run its code
     except (ValueError, EOFError, OSError) as error:
         raise DataError(f"{path}: {error}") from error
     if features.ndim != 2 or features.dtype != np.float32 or not features.size:
@@ -235,6 +232,7 @@ def read_retrieval(path: Path, captions: Path) -> SplitRows:
             f"{captions}: {len(lines):,} lines for {len(features):,} images, expected {CAPTIONS_PER_IMAGE} each"
         )
     images = np.repeat(np.arange(len(features)), CAPTIONS_PER_IMAGE).tolist()
+    # SentEval adds the full stop
     return SplitRows([f"{line} .".split() for line in lines], labels=images, features=features)
 
 
@@ -245,10 +243,10 @@ def _single(parsed: list[tuple[WordList, int]]) -> SplitRows:
 def _tabbed(path: Path, texts: tuple[int, ...], label: Callable[[list[str]], Any], header: str = "") -> SplitRows:
     """Rows of cells separated by tabs, UTF-8, LF or CRLF; `texts` are the columns of the sentences.
 
-    A file with a header, of which `header` is a word, must have it, or its first pair would be lost.
+    A file with a header, of which `header` is a word, must have it.
     """
     lines = read_lines(path, "utf-8")
-    if header not in lines[0]:
+    if header not in lines[0]:  # its first pair would be skipped
         raise DataError(f"{path}, line 1: no header ({header}, ...), so the first pair would be lost")
 
     def parse(line: str) -> tuple[list[WordList], Any]:

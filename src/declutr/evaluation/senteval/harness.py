@@ -4,8 +4,6 @@ A unit is one task scored by one method. A killed evaluation resumes with the em
 finished one only reads its results. A folder of embedding parts belongs to one encoder (by fingerprint) and one list of
 sentences (by hash); a part is a `.npy` file of at most 16,384 rows, complete or absent and read without unpickling.
 
-Classifier steps are many and small. Two threads wait for each other at every step; two processes do not.
-
 Legend: N sentences, D embedding size.
 """
 
@@ -174,7 +172,7 @@ def evaluate(
         scores, warnings = _score(encoder, units, todo, choice, output, session, say)
         results |= scores
         write_json(notes, {"fingerprint": fingerprint, "warnings": list(warnings)})
-    shutil.rmtree(output / _CACHE / fingerprint[:16], ignore_errors=True)
+    shutil.rmtree(output / _CACHE / fingerprint[:16], ignore_errors=True)  # scores are enough from now on
     geometry = results.get(("STSBenchmark", "geometry"))
     return Evaluated(
         encoder=encoder.name,
@@ -203,7 +201,7 @@ def plan_units(
             path = folder / f"{task}{'' if method == 'procedure' else f'.{method}'}.json"
             read = without_train(data) if method == "cosine" else data
             units.append(ScoringUnit(read, method, hash_json(identity), path, cost(read, method, choice.classifier)))
-    return tuple(sorted(units, key=lambda unit: -unit.cost))
+    return tuple(sorted(units, key=lambda unit: -unit.cost))  # a long one that starts last would run alone
 
 
 def _score(
@@ -231,7 +229,7 @@ def _score(
     started, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
     results: dict[tuple[str, Method], StoredUnit] = {}
     for unit, stored in _score_units(todo, take, choice.classifier, session):
-        write_json(unit.path, stored.model_dump(mode="json"))
+        write_json(unit.path, stored.model_dump(mode="json"))  # at once: a killed call keeps it
         results[unit.key] = stored
         done += unit.cost
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
@@ -270,7 +268,7 @@ def _score_units(
 def _score_unit(unit: ScoringUnit, embeddings: NDArray[np.float32], config: ClassifierConfig) -> StoredUnit:
     """Score a unit; a task that cannot be fitted, such as own data with a class below the folds, gets a reason."""
     started, threads = time.monotonic(), torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # steps are many and small: two threads would wait for each other at every one
     outcome: dict[str, Any]
     try:
         scored = score(unit.data, unit.method, embeddings, config)
@@ -317,6 +315,7 @@ class Vectors:
         parts = rows // self.part_rows
         for part in np.unique(parts):
             here = np.flatnonzero(parts == part)
+            # mapped: the embeddings of SNLI's sentences alone may not fit in memory
             stored = np.load(self.path(int(part)), mmap_mode="r", allow_pickle=False)
             result[here] = stored[rows[here] - part * self.part_rows]
         return result

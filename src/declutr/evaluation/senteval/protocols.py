@@ -81,7 +81,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
     means = _means(fits.accuracies())
-    chosen = int(np.argmax(means))
+    chosen = int(np.argmax(means))  # the first of equal ones, as in the official code
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
     )
@@ -98,9 +98,6 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
 def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
     """Let the dev set stop the fits and choose the decay.
 
-    The official code then repeats the fit of the chosen decay with the same seed, which gives the same weights. Here
-    the winning fit itself is tested.
-
     Raises:
         ValueError: a label is out of range, a set is empty.
     """
@@ -108,6 +105,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     fits = fit_many(train, dev, [only], config.decays, config, num_classes)
     scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
     chosen = int(np.argmax(scores))
+    # The official code repeats this fit with the same seed, which gives the same weights.
     answers = fits.predict(0, chosen, test.features)
     accuracy = _percent(answers == test.labels.numpy())
     return ProtocolScores(scores[chosen], accuracy, None, (accuracy,))
@@ -115,6 +113,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:
     """Mean over sets of the accuracies (S, R) of each decay, in percent, as numpy rounds it."""
+    # of equal rounded means, the first wins
     return [float(np.round(100 * np.mean(own), 2)) for own in accuracies.T.copy()]
 
 
@@ -186,17 +185,13 @@ def bins(scores: ArrayLike) -> NDArray[np.float32]:
 
 
 def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Relatedness:
-    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`.
-
-    A fit is one sequence of small steps, and no other fit can share its batches. The only gain over the official code
-    is that gradients are written out.
-    """
+    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`."""
     target = torch.from_numpy(bins(train.scores))
     start = linear_start(train.features.width, NUM_BINS, torch.Generator().manual_seed(seed))
     network = Network([p[None, None].contiguous() for p in start])
     updates = Updates.start("adam", DEFAULT_RATES["adam"], torch.zeros(1, 1), network.parameters)
     permutations = orders(seed, 0, len(train.scores))
-    best, kept, misses, num_passes, stopped = -1.0, network, 0, 0, False
+    best, kept, misses, num_passes, stopped = -1.0, network, 0, 0, False  # a correlation is never below -1
     while not stopped and num_passes <= _MAX_PASSES:
         for _ in range(_PASSES):
             _pass(train.features, target, torch.from_numpy(next(permutations)), network, updates)

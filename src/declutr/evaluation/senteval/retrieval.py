@@ -4,9 +4,7 @@ With unit projections v of an image and t of its caption, and 30 random captions
 
     loss = sum max(0, margin - v.t + v.t') + sum max(0, margin - t.v + t.v')      over pairs and contrasts
 
-The official code projects each pair once per contrast, 30 times with the same result; here each pair is projected once.
-The official code draws contrasts from a Python list of all other captions, rebuilt at each step; here arithmetic turns
-the same draws into the same captions. Features of an image are stored once, not once per caption.
+Draws and steps are those of the official code.
 """
 
 import itertools
@@ -134,6 +132,7 @@ def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, conf
     num_others = len(permutation) - size
     if not num_others:
         raise ValueError(f"{len(permutation)} training captions are one batch: there are none to contrast with")
+    # The official code draws from a list of all other captions, which it builds anew at each step.
     places = stream.randint(0, num_others, size * config.num_contrasts)
     return permutation[places + size * (places >= begin)].reshape(size, config.num_contrasts)
 
@@ -148,6 +147,7 @@ def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor], margin: 
     def project_captions(captions: Tensor) -> Tensor:
         return _project(train.captions[captions], *parameters[2:])
 
+    # The official code projects each pair once for every contrast, with the same result.
     image, caption = project_images(batch)[:, None], project_captions(batch)[:, None]  # (B, 1, size)
     pair = (image * caption).sum(-1)
     to_captions = (image * project_captions(other_captions)).sum(-1)  # (B, num_contrasts)

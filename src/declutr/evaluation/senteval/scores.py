@@ -48,7 +48,7 @@ from declutr.evaluation.senteval.tasks import (
     sentence_rows,
 )
 
-RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
+RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")  # images to captions, and back
 _WITHOUT_SNLI = tuple(name for name in DOWNSTREAM if name != "SNLI")
 
 Scores = Mapping[str, float]

@@ -69,13 +69,12 @@ class StsScore:
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
     """Cosines `(R,)` of rows of two `(R, D)` arrays; 0 for a pair with a zero vector, and for NaN.
 
-    The arithmetic equals SentEval's to the last bit, pair by pair in the type of the embeddings. Mathematically equal
-    cosines differ by rounding, and ranks follow: another order of the same sums moves a Spearman by up to 0.13 points
-    (hashed words on STS12, float64 instead of float32).
+    The arithmetic equals SentEval's to the last bit, pair by pair in the type of the embeddings.
     """
     left, right = np.nan_to_num(first), np.nan_to_num(second)
     with np.errstate(all="ignore"):  # a zero vector divides by zero; `nan_to_num` makes it 0
         pairs = zip(left, right, strict=True)
+        # Ranks follow rounding: float64 moves a Spearman by up to 0.13 points (hashed words on STS12).
         values = [np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)) for u, v in pairs]
     result: Vector = np.nan_to_num(np.array(values)).astype(np.float64)
     return result
@@ -89,7 +88,7 @@ def correlate(predicted: Vector, gold: Vector) -> Correlation:
     """
     if len(predicted) != len(gold) or len(gold) < 2:
         raise ValueError(f"{len(predicted)} values and {len(gold)} gold scores: no correlation")
-    if np.ptp(predicted) == 0 or np.ptp(gold) == 0:
+    if np.ptp(predicted) == 0 or np.ptp(gold) == 0:  # a correlation would be NaN
         return Correlation(0.0, 0.0, len(gold), undefined=True)
     return Correlation(
         float(pearsonr(predicted, gold).statistic), float(spearmanr(predicted, gold).statistic), len(gold)

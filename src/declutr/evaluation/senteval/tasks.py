@@ -164,6 +164,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
 }
 """Sets of tasks by name; "all" has SentEval's 28."""
 
+# Tables have the label, SentEval's code the name; users type either.
 _BY_NAME = {name.lower(): task for task in ALL_TASKS for name in (task.name, task.label)}
 
 
