@@ -4,7 +4,7 @@
 
 Two workloads, many short sentences and some long paragraphs, come from the documentation of the installed Python
 packages or from a file of sentences. Both sides tokenize, encode and give one float32 array on the same cores, in turns
-within one run. The weights are drawn from the seed, because the time of a forward does not depend on them.
+within one run. The weights are drawn from the seed.
 """
 
 import re
@@ -81,7 +81,7 @@ def write_encoder(folder: Path, size: str, texts: list[str], vocab_size: int, se
     config = AutoConfig.for_model("roberta", vocab_size=len(tokenizer), **ids, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(seed, "weights"))
-        AutoModel.from_config(config).save_pretrained(folder)
+        AutoModel.from_config(config).save_pretrained(folder)  # the time of a forward does not depend on them
     tokenizer.save_pretrained(folder)
     for name, value in sentence_transformers_files(int(shape["hidden_size"]), _MAX_TOKENS, "mean").items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ def compare(
 ) -> dict[str, Any]:
     """Seconds of each side, measured in turns after a warm-up on some texts, and the distance of their vectors."""
     for encode in sides.values():
-        encode(texts[:: max(1, len(texts) // 64)])
+        encode(texts[:: max(1, len(texts) // 64)])  # warms up
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
     vectors: dict[str, NDArray[np.float32]] = {}
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "model": options.model,
         "device": options.device,
-        "ratio": min(ratios.values()),
+        "ratio": min(ratios.values()),  # the claim is of both workloads
         **ratios,
         "max_abs_diff": max(figures["max_abs_diff"] for figures in measured.values()),
         **measured,

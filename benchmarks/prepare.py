@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Measure all figures."""
     paths, tokenizer, corpus = inputs(options, work)
-    start_ray(options.workers)
+    start_ray(options.workers)  # on a cluster it runs already
     settings = {
         "paths": paths,
         "tokenizer": tokenizer,
@@ -82,14 +82,14 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
     choice = choose_engine(Path(tokenizer), "auto")
     settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
-    manifest = ours(options, settings, work / "warm-up")[1]  # Ray's workers start and import once
+    manifest = time_prepare(options, settings, work / "warm-up")[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / record.MIB
     rates: dict[str, list[float]] = {name: [] for name in _PROGRAMS}
     peaks = []
     for number in range(options.rounds):
         where = work / f"round-{number}"
         with WorkerMemory() as memory:
-            rates["warm"].append(mib / ours(options, settings, where / "warm")[0])
+            rates["warm"].append(mib / time_prepare(options, settings, where / "warm")[0])
         peaks.append(memory.peak_mib)
         rates["cold"].append(mib / command(options, settings, where / "cold"))
         rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
@@ -98,6 +98,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         if find_spec("datasets"):
             result = at_once(datasets, [settings], where / "datasets")[0]
             if (result["documents"], result["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
+                # Seconds of other work would be no comparison.
                 raise RuntimeError(f"`datasets` kept other documents or tokens: {result}, ours: {manifest.totals}")
             rates["datasets"].append(mib / result["seconds"])
         record.progress(f"round {number}: " + ", ".join(f"{k} {v[-1]:.1f} MiB/s" for k, v in rates.items() if v))
@@ -170,7 +171,7 @@ def _config(options: argparse.Namespace, settings: dict[str, Any], output: Path)
     }
 
 
-def ours(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
+def time_prepare(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
     """Time `prepare` in a running session; return seconds and manifest."""
     begun = time.perf_counter()
     manifest = prepare(PipelineConfig.model_validate(_config(options, settings, output)))
@@ -191,6 +192,7 @@ def command(options: argparse.Namespace, settings: dict[str, Any], output: Path)
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
     """Time the engine alone, in as many processes, on texts in memory."""
     shares = [settings | {"share": share} for share in range(settings["workers"])]
+    # the slowest process ends the work
     return max(float(result["seconds"]) for result in at_once(limit, shares, cache))
 
 
@@ -243,7 +245,7 @@ def limit(settings: dict[str, Any]) -> dict[str, Any]:
         encode = plain.engine(_GPT2_PATTERN).encode_ordinary_batch
         encode = partial(encode, num_threads=1)
     encode(texts[:_BATCH])
-    _start[0].wait()
+    _start[0].wait()  # until the others have their texts in memory, too
     begun = time.perf_counter()
     for start in range(0, len(texts), _BATCH):
         encode(texts[start : start + _BATCH])

@@ -41,8 +41,9 @@ def add_device(options: argparse.ArgumentParser) -> None:
 
 
 def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the arguments; `facts` of the result is taken before the benchmark itself loads the machine."""
+    """Read the arguments; `facts` of the result are hardware, versions, commit and command."""
     settings = options.parse_args(arguments)
+    # Taken now, because the benchmark itself will load the machine.
     settings.facts = provenance.facts([options.prog, *sys.argv[1:]], settings.commit)
     return settings
 
@@ -76,7 +77,7 @@ def ratios(reference_seconds: Sequence[float], own_seconds: Sequence[float]) -> 
 def finish(device: torch.device) -> float:
     """Wait for the device; return wall seconds, for differences."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # a GPU works behind the program
     return time.perf_counter()
 
 
@@ -120,4 +121,4 @@ def publish(figures: dict[str, Any], options: argparse.Namespace) -> None:
 
 def progress(line: str) -> None:
     """Print a progress line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)  # stdout has the figures alone

@@ -10,9 +10,8 @@ same everywhere.
 On complete data the official preset takes long: MR alone is 410 fits of seconds each. With `--keep FOLDER` the same
 command resumes with the task that was interrupted, and processes with different `--encoders` share their measurements.
 
-A checkout (read at 5d6dc11) does not run on current Python and numpy versions, nor without CUDA. While it runs,
-`.cuda()` leaves everything on the CPU, `torch.device("cuda")` is the CPU, `inspect.getargspec` exists, and ragged
-arrays become object arrays. Its computations are unchanged.
+A checkout (read at 5d6dc11) does not run on current Python and numpy versions, nor without CUDA. Shims for all three
+leave its computations unchanged.
 """
 
 import argparse
@@ -120,13 +119,13 @@ def _flat(results: Mapping[str, Any]) -> Scores:
 def _today() -> Iterator[None]:
     """Apply the shims while released code runs."""
 
-    def stay(self: Any, *_: Any, **__: Any) -> Any:
+    def stay(self: Any, *_: Any, **__: Any) -> Any:  # of `.cuda()`, which it calls without a condition
         return self
 
     def ragged(values: Any, *arguments: Any, **options: Any) -> Array:
         try:
             return np.array(values, *arguments, **options)
-        except ValueError:
+        except ValueError:  # numpy makes no ragged arrays since 1.24
             return np.array(values, dtype=object)
 
     cuda = _Over(torch.cuda, is_available=lambda: True, manual_seed=lambda _: None)
@@ -134,6 +133,7 @@ def _today() -> Iterator[None]:
     replaced = {
         "torch": (torch, seen),
         "np": (np, _Over(np, array=ragged)),
+        # Python has no `getargspec` since 3.11.
         "inspect": (inspect, _Over(inspect, getargspec=inspect.getfullargspec)),
     }
     with contextlib.ExitStack() as stack:
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
     config = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
     if options.short:
         config = config.model_copy(update=_SHORT)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # steps are many and small: threads would wait for each other
     official = official or Checkout(options.senteval, data)
     inspections, left_out = _at_hand(choose_tasks(options.tasks.split(",")), data, config)
     if not inspections:
@@ -173,11 +173,12 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
                 np.arange(len(rows))
             )
             for inspection in inspections:
+                # The first side changes, so that neither always runs on a machine warmed by the other.
                 task, turn = inspection.task.name, len(measured) % 2
                 made_of = [encoder.fingerprint, task, config.model_dump(mode="json"), official.name]
                 identity = f"{task}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
                 path = folder / f"{identity}.json"
-                if not path.is_file():
+                if not path.is_file():  # MR alone is 410 fits of seconds each
                     result = _task(inspection, encoder.name, rows, embeddings, config, official, turn)
                     write_json(path, {**result, "commit": options.facts["commit"]})
                 measured.append(read_json(path))

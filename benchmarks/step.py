@@ -29,7 +29,7 @@ from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 
 TEMPERATURE = 0.05
 _IGNORED = -100  # transformers ignores this label
-_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")  # together the pairs of NT-Xent
 _MINI_BATCH = 32  # the default of sentence-transformers
 
 
@@ -64,7 +64,7 @@ def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[Padde
 
     def loss(batch: PaddedBatch) -> Tensor:
         anchors, mlm = embed(batch[0])
-        positives, _ = embed(_inputs(batch[1]))
+        positives, _ = embed(_inputs(batch[1]))  # no labels: only anchors are masked
         averaged = positives.view(len(anchors), num_positives, -1).mean(dim=1)
         labels = torch.arange(len(anchors), device=anchors.device).repeat(2)
         embeddings = torch.cat([anchors, averaged])
@@ -94,8 +94,7 @@ def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
     """The loss of a contrastive step by sentence-transformers' CachedMultipleNegativesRankingLoss.
 
     Its trainer pads like the released collation. The loss encodes each side once without and once with a graph,
-    whatever the size of the batch. Its four directions together contrast the same pairs as NT-Xent. Nothing is masked,
-    because it has no MLM loss.
+    whatever the size of the batch. Nothing is masked, because it has no MLM loss.
 
     Raises:
         ImportError: sentence-transformers is not installed.
@@ -140,7 +139,7 @@ class Side:
 def run(side: Side, batch: Any, device: torch.device) -> tuple[float, float]:
     """Run one step; return seconds and loss. The gradient stays in the side's model."""
     side.model.zero_grad(set_to_none=True)
-    prepared = side.prepare(batch)
+    prepared = side.prepare(batch)  # not timed, in favour of the released layout, which pads
     begun = record.finish(device)
     loss = side.gradients(prepared)
     return record.finish(device) - begun, float(loss)
@@ -150,7 +149,7 @@ def equality(own: Side, other: Side, batch: Any, device: torch.device) -> tuple[
     """Difference of the losses, and the largest difference of a gradient's entries over the largest entry."""
     loss_diff = abs(run(own, batch, device)[1] - run(other, batch, device)[1])
     other_parameters = dict(other.model.named_parameters())
-    diffs, largest = [0.0], [1e-30]
+    diffs, largest = [0.0], [1e-30]  # no division by 0
     for name, parameter in own.model.named_parameters():
         expected = other_parameters[name].grad
         if parameter.grad is None or expected is None:
@@ -164,7 +163,7 @@ def compare(own: Side, other: Side, batches: Sequence[Any], warm_up: int, device
     """Measure the steps of both sides in turns; return seconds and ratios."""
     seconds: dict[str, list[float]] = {other.name: [], own.name: []}
     for number, batch in enumerate(batches):
-        for side in (other, own):
+        for side in (other, own):  # in turns, so that other programs slow both
             elapsed, _ = run(side, batch, device)
             if number >= warm_up:
                 seconds[side.name].append(round(elapsed, 6))
@@ -186,7 +185,7 @@ class Setting(workload.Workload):
         for step in range(count):
             yield on_cpu.batch(step * self.documents, self.documents).tokens
 
-    def ours(self) -> Side:
+    def trainer_side(self) -> Side:
         """Build the side of the trainer's step."""
         encoder = self.encoder()
         if self.compile:
@@ -239,15 +238,15 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
     # Equality is checked without half precision and dropout: under autocast both sides round in different orders. Fresh
     # weights give nearly equal embeddings, for which float32 loses digits on both sides; float64 distinguishes them.
     plain = dataclasses.replace(setting, autocast=None, dropout=0.0, compile=False)
-    loss_diff, grad_diff = equality(plain.ours(), plain.padded("released"), batches[0], setting.device)
+    loss_diff, grad_diff = equality(plain.trainer_side(), plain.padded("released"), batches[0], setting.device)
     single = dataclasses.replace(plain, documents=1)
-    exact = single.ours(), single.padded("released")
+    exact = single.trainer_side(), single.padded("released")
     for side in exact:
         side.model.double()
     _, exact_diff = equality(*exact, next(single.batches(1)), setting.device)
     record.progress(f"loss differs by {loss_diff:.2e}, gradients by {grad_diff:.2e}; in float64 by {exact_diff:.2e}")
     del exact
-    own, released = setting.ours(), setting.padded("released")
+    own, released = setting.trainer_side(), setting.padded("released")
     measured = compare(own, released, batches, warm_up, setting.device)
     timed = batches[warm_up:]
     places = list(map(released.places, timed))
@@ -272,13 +271,13 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
 
 def against_sentence_transformers(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:
     """Compare its cached contrastive loss with our contrastive step: no MLM, one positive per anchor, no masks."""
-    spans = setting.spans.model_copy(update={"num_positives": 1})
+    spans = setting.spans.model_copy(update={"num_positives": 1})  # its loss takes pairs
     setting = dataclasses.replace(setting, spans=spans, objective=DeclutrConfig(terms="contrastive"))
     try:
         reference = setting.padded("sentence_transformers")
     except ImportError as error:
         return {"ratio_median": None, "reason": f"not importable: {error}"}
-    return compare(setting.ours(), reference, list(setting.batches(warm_up + steps)), warm_up, setting.device)
+    return compare(setting.trainer_side(), reference, list(setting.batches(warm_up + steps)), warm_up, setting.device)
 
 
 def main(arguments: list[str] | None = None) -> None:

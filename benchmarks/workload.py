@@ -187,14 +187,15 @@ class Workload:
 
     def loss(self, embedding_size: int) -> Objective[Any]:
         """Build the objective, with weights drawn from the seed."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # draws of the caller stay the same
             torch.manual_seed(self.seed)
             context = RunContext(self.seed, self.spans)
             objective = implementation_of(self.objective)(self.objective, context, embedding_size)
         return objective.to(self.device).train()
 
     def collator(self) -> Collator:
-        """Build the collator; a span leaves room for its two special tokens."""
+        """Build the collator."""
+        # RoBERTa uses no position for two, and a span has two special tokens.
         return self.loss(1).collator(vocabulary(self.size), POSITIONS - 4)
 
     def rows(self, first: int, count: int) -> pa.Table:
@@ -223,7 +224,7 @@ class Workload:
         """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""
         config = EncoderConfig(from_config=SIZES[self.size], dropout=self.dropout)
         model = _model(self.size, config, self.seed)
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("sdpa")  # no slower than it can be: a fair baseline
         return model.train().to(self.device)
 
     def train_step(

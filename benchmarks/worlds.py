@@ -47,7 +47,7 @@ def in_processes(size: int, work: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def _rank(rank: int, folder: str, size: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # threads would decide the order of sums
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
     try:
         write_text(Path(folder) / f"{rank}.json", json.dumps(work(Communicator(rank, size), *arguments)))

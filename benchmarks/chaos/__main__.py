@@ -99,7 +99,8 @@ class Bench:
         return Run(place, values, self.census, environment(self.top), self.patience)
 
     def gap(self, fault: Fault) -> int:
-        """Steps to wait before a fault, drawn so that it hits different places of a checkpoint interval."""
+        """Steps to wait before a fault."""
+        # A checkpoint is saved every 20 steps; faults hit different places between two.
         return 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
 
     def chain(self, faults: Sequence[Fault]) -> list[FaultRow]:
@@ -132,7 +133,7 @@ class Bench:
                     fault.see(run, snapshot, row)
                 rows.append(row)
                 progress(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
-                if row.problem and snapshot is None:
+                if row.problem and snapshot is None:  # nothing is known of its state
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
                     progress("\n".join(run.messages().splitlines()[-_TAIL_LINES:]))

@@ -130,7 +130,7 @@ def _first_new(run: Run, snapshot: Snapshot, restarts: bool) -> Callable[[], dic
         after = [line for step, line in sorted(now.lines.items()) if line["time"] > snapshot.seconds]
         if not restarts:
             return next((line for line in after if line["step"] > snapshot.step), None)
-        if now.inode in (None, snapshot.inode):
+        if now.inode in (None, snapshot.inode):  # a restart writes the metrics anew
             return None
         seen_at.append(now.seconds)
         if not any(line["time"] > seen_at[0] for line in after):

@@ -70,7 +70,7 @@ def temporary() -> Iterator[Path]:
     try:
         yield top
     finally:
-        for path in mounts_below(top):
+        for path in mounts_below(top):  # lazily, because processes that end may hold files
             subprocess.run(["umount", "--lazy", str(path)], check=False)
         shutil.rmtree(top, ignore_errors=True)
 
@@ -79,6 +79,7 @@ def mounts_below(top: Path) -> list[Path]:
     """Mounts below a folder, innermost first."""
     with Path("/proc/mounts").open(encoding="utf-8") as stream:
         mount_points = [Path(line.split()[1]) for line in stream]
+    # An outer one is busy while an inner one is mounted.
     return sorted((path for path in mount_points if path.is_relative_to(top)), key=lambda path: -len(path.parts))
 
 
@@ -186,12 +187,12 @@ def prepare_values(corpus: Path, output: Path) -> dict[str, Any]:
 
 
 def train_values(data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]:
-    """The `train` section: within one epoch, with dropout and a queue, so that state can be lost."""
+    """The `train` section, within one epoch."""
     return {
         "run": str(run),
         "data": str(data),
-        "encoder": {"from_config": _FROM_CONFIG, "dropout": 0.1},
-        "objective": {"queue_size": 24},
+        "encoder": {"from_config": _FROM_CONFIG, "dropout": 0.1},  # its masks depend on the step
+        "objective": {"queue_size": 24},  # a state that a resume may lose
         "spans": {**_GEOMETRY, "num_positives": 2, "min_tokens": 16},
         "optim": {"lr": 0.0002},
         "batch_documents": _BATCH,

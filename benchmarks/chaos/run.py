@@ -204,6 +204,7 @@ class Run:
     def lines(self) -> dict[int, dict[str, Any]]:
         """Metrics lines of all steps, by step."""
         try:
+            # The last line may be half written.
             raw = (self.folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
         except FileNotFoundError:
             return {}
@@ -303,5 +304,6 @@ class Run:
         folder = Path(self.environment["DECLUTR_CHAOS"])
         aside = folder / f"{process.pid}.tmp"
         aside.write_text(code, encoding="utf-8")
+        # Complete when the worker sees it.
         aside.rename(folder / f"{process.pid}.py")
         self.wait_for("the code to be run", lambda: not (folder / f"{process.pid}.py").exists(), 60)

@@ -66,7 +66,7 @@ def kernel_against_groups(workload: Workload, documents: int) -> dict[str, Any]:
     with_kernel, used = _values(encoder, workload, documents), len(calls)
     encoder._kernels[_DEVICE, drops] = None
     groups, exact = _values(encoder, workload, documents), _values(encoder, workload, documents, half=False)
-    if not used or len(calls) > used:
+    if not used or len(calls) > used:  # groups compared with groups always agree
         return {"passed": False, "why": f"the kernel was called {used} times, and {len(calls) - used} times by groups"}
     return {**_compared(with_kernel, exact), "groups": _compared(groups, exact)}
 
@@ -154,7 +154,7 @@ def _compared(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[
 
 def _benchmark(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run another benchmark in a process; its figures are in the folder."""
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # the other process needs the memory
     module, *arguments = (part.format(**vars(options)) for part in _BENCHMARKS[name])
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json", str(folder / f"{name}.json")]
     ended = subprocess.run(command, check=False)

@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     for _ in range(options.rounds):
         for mode, deterministic in modes.items():
-            with ProcessPoolExecutor(1, context) as pool:
+            with ProcessPoolExecutor(1, context) as pool:  # the mode of a process cannot be taken back
                 rounds[mode].append(pool.submit(steps, options, rate, deterministic).result())
     seconds = {mode: [time for _, time in ends] for mode, ends in rounds.items()}
     return {
