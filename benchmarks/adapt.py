@@ -1,6 +1,8 @@
 """Adaptation of a real encoder to documents of several sources: is the verdict right?
 
-python -m benchmarks.adapt --start ENCODER --corpus FOLDER --stsb FOLDER --json OUT
+    python -m benchmarks.adapt --start ENCODER --corpus FOLDER --stsb FOLDER --json OUT
+
+Each source is divided and adapted to with several seeds; a figure is of one candidate of such a run.
 """
 
 import argparse
