@@ -10,6 +10,7 @@ within one run. The weights are drawn from the seed.
 import re
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,24 +96,17 @@ def compare(
     for encode in sides.values():
         encode(texts[:: max(1, len(texts) // 64)])  # warms up
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
     vectors: dict[str, NDArray[np.float32]] = {}
     for number in range(rounds):
         # the first side changes, so that neither always runs on a machine warmed by the other
         for name in sorted(sides, reverse=bool(number % 2)):
-            begun = record.now()
+            begun = time.perf_counter()
             vectors[name] = sides[name](texts)
-            elapsed, cpu_elapsed = (record.now() - begun).tolist()
-            seconds[name].append(round(elapsed, 4))
-            cpu_seconds[name].append(round(cpu_elapsed, 4))
+            seconds[name].append(round(time.perf_counter() - begun, 4))
             record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
     return {
         "texts": len(texts),
         "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "ratio_cpu_median": round(
-            statistics.median(cpu_seconds["sentence_transformers"]) / statistics.median(cpu_seconds["ours"]), 4
-        ),
         **record.ratios(seconds["sentence_transformers"], seconds["ours"]),
         "texts_per_second": round(len(texts) / statistics.median(seconds["ours"]), 1),
         "max_abs_diff": float(np.abs(vectors["ours"] - vectors["sentence_transformers"]).max()),

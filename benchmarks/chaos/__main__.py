@@ -43,7 +43,6 @@ SHORT_STEPS = 240  # the four faults above take about 130 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
 _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
-_LAST_IN_CHAIN = ("driver_killed_exporting",)
 
 
 @dataclass
@@ -208,16 +207,6 @@ def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
     bench.left_behind += [f"folder {top}"] if top.exists() else []
 
 
-def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
-    """Group faults that share a run: in the short form those of one setting, else none."""
-    if not short:
-        return [[fault] for fault in faults]
-    groups: dict[str, list[Fault]] = {}
-    for fault in faults:
-        groups.setdefault(fault.setting, []).append(fault)
-    return [sorted(group, key=lambda fault: fault.name in _LAST_IN_CHAIN) for group in groups.values()]
-
-
 def _last_line(run: Run) -> str:
     lines = [line for line in run.messages().splitlines() if "\x1b" not in line]  # Ray's own lines are coloured
     return (lines or [""])[-1][-300:]
@@ -226,7 +215,7 @@ def _last_line(run: Run) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the matrix."""
     parser = record.parser("chaos", __doc__)
-    parser.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 3 minutes")
+    parser.add_argument("--short", action="store_true", help="some faults, in one run: at most 3 minutes")
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
     parser.add_argument("--steps", type=int, help=f"steps of each run ({STEPS}; short: {SHORT_STEPS})")
     parser.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
@@ -238,7 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
     with opened(options.seed, steps, options.patience) as bench:
         rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
         bench.undisturbed()
-        for group in chains([fault for fault in chosen if fault.possible], options.short):
+        possible = [fault for fault in chosen if fault.possible]
+        for group in [possible] if options.short and not options.only else [[fault] for fault in possible]:
             rows += bench.chain(group)
     rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.name))
     figures = {

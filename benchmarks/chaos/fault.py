@@ -14,7 +14,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path,
 from declutr.trainer.checkpoints.state import EXPORT
 
 _WORDS_SECONDS = 5.0  # a worker's message reaches the command's output through the control channel
-Setting = Literal["machine", "cluster", "elastic", "skip"]
+Setting = Literal["machine", "cluster", "elastic"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Fault:
         inject: causes the fault in a run that trains and returns the moment of the fault. It also repeats the command
             if the user would have to.
         message: pattern of the message that the user must see; empty: none.
-        setting: place of the fault: one machine, a cluster with a fixed world, a cluster whose world may change, or a
-            run that skips bad losses.
+        setting: place of the fault: one machine, a cluster with a fixed world, or one whose world may change.
         restarts: whether the workers restart.
         trains: whether new steps follow; False if the run was at its end.
         needs_root: whether it needs a mount, and so root.

@@ -326,8 +326,8 @@ FAULTS = (
     Fault("disk_full", full_disk, "No space left", restarts=False, needs_root=True),
     Fault("storage_away", storage_away, "Read-only file system", restarts=False, needs_root=True),
     # Runs that skip a step whose loss or gradient is NaN, up to a limit.
-    Fault("nan_skipped", partial(poison, steps=2), "skip", "skip", restarts=False, alters=True, changes=_SKIP),
-    Fault("nan_without_end", _FOR_EVER, "skip", "skip", alters=True, changes=_SKIP),
+    Fault("nan_skipped", partial(poison, steps=2), "skip", restarts=False, alters=True, changes=_SKIP),
+    Fault("nan_without_end", _FOR_EVER, "skip", alters=True, changes=_SKIP),
     Fault("node_killed", node_killed, "its node is gone", setting="cluster"),
     Fault("preemption_notice", preempted, "about to be removed", setting="cluster"),
     Fault("elastic_2_3_1_2", elastic, "its node is gone", setting="elastic"),

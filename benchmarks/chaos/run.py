@@ -252,7 +252,7 @@ class Run:
                 raise ChaosError(f"waited {seconds:.0f} s for {what}")
             time.sleep(every_seconds)
 
-    def wait_step(self, step: int, since: Snapshot | None = None, seconds: float = 120) -> None:
+    def wait_step(self, step: int, since: Snapshot | None = None) -> None:
         """Wait until a step is done; with `since`, by workers that started after that moment."""
 
         def reached() -> bool:
@@ -261,7 +261,7 @@ class Run:
                 return False
             return self.last_step() >= step
 
-        self.wait_for(f"step {step}", reached, seconds)
+        self.wait_for(f"step {step}", reached)
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint, complete or not; 0 before the first."""

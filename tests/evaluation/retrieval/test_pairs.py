@@ -24,41 +24,62 @@ def jsonl(path, rows):
     return path
 
 
-def test_read_test_joins_the_texts_of_a_repeated_query(tmp_path):
-    rows = [{"query": "a", "text": "x"}, {"query": "b", "text": "y"}, {"query": "a", "text": "y"}]
-    test = read_test(jsonl(tmp_path / "pairs.jsonl", rows))
-    assert (test.queries, test.texts, test.relevant) == (["a", "b"], ["x", "y"], [[0, 1], [1]])
+READ = {
+    "a query twice": ([("a", "x"), ("b", "y"), ("a", "y")], None, (["a", "b"], ["x", "y"], [[0, 1], [1]])),
+    "documents that no pair names": (
+        [("a", 7), ("c", 8)],
+        [(6, "text 6"), (7, "text 7"), (8, "text 8")],
+        (["a", "c"], ["text 6", "text 7", "text 8"], [[1], [2]]),
+    ),
+    "several texts of an id": (
+        [("a", 1), ("b", 2)],
+        [(1, "cat"), (2, "fish"), (1, "bird"), (1, "cat")],
+        (["a", "b"], ["cat", "fish", "bird"], [[0, 2], [1]]),
+    ),
+    # Two of the same text would tie: no query of them could find its own first.
+    "ids with the same text": (
+        [("a", 1), ("b", 2), ("c", 3)],
+        [(1, "cat"), (2, "fish"), (3, "cat")],
+        (["a", "b", "c"], ["cat", "fish"], [[0], [1], [0]]),
+    ),
+}
 
 
-def test_read_test_of_csv_with_documents_searches_all_of_them(tmp_path):
-    (tmp_path / "pairs.csv").write_text('\ufeffquery,id,more\n"a, ""b""",7,\nc,8,\n', encoding="utf-8")
-    documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in (6, 7, 8)])
-    test = read_test(tmp_path / "pairs.csv", documents)
-    assert (test.queries, test.texts) == (['a, "b"', "c"], ["text 6", "text 7", "text 8"])
-    assert test.relevant == [[1], [2]]
+@pytest.mark.parametrize("name", READ)
+def test_read_test_joins_queries_and_searches_every_text_once(tmp_path, name):
+    pairs, documents, expected = READ[name]
+    target = "text" if documents is None else "id"
+    path = jsonl(tmp_path / "pairs.jsonl", [{"query": query, target: value} for query, value in pairs])
+    rows = documents and jsonl(tmp_path / "documents.jsonl", [{"id": key, "text": text} for key, text in documents])
+    test = read_test(path, rows)
+    assert (test.queries, test.texts, test.relevant) == expected
 
 
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        ([{"query": "a", "txt": "b"}], ("text", "query, txt")),
-        ([{"query": "a", "text": ""}], ("pairs.jsonl", "line 1", "`text`", "''")),
-        ([{"query": "a", "text": "b"}, {"query": None, "text": "b"}], ("line 2", "`query`", "'None'")),
-        ([], "no pairs"),
-        ([["query", "text"]], ("line 1", "list", "object")),
-        ([{"query": "a", "text": "b"}], "one text"),
-        ([{"query": "a", "text": "cat \ud83d"}], ("line 1", "`text`", "half of a character")),
-    ],
-)
-def test_read_test_of_a_poor_file_names_the_place(tmp_path, rows, told):
+def test_read_test_of_csv_keeps_commas_in_quotes(tmp_path):
+    (tmp_path / "pairs.csv").write_text('\ufeffquery,text,more\n"a, ""b""",x,\nc,y,\n', encoding="utf-8")
+    assert read_test(tmp_path / "pairs.csv").queries == ['a, "b"', "c"]
+
+
+POOR = [
+    ("pairs.jsonl", b'{"query": "a", "txt": "b"}', ("text", "query, txt")),
+    ("pairs.jsonl", b'{"query": "a", "text": ""}', ("pairs.jsonl", "line 1", "`text`", "''")),
+    ("pairs.jsonl", b'{"query": "a", "text": "b"}\n{"query": null, "text": "b"}', ("line 2", "`query`", "'None'")),
+    ("pairs.jsonl", b"", "no pairs"),
+    ("pairs.jsonl", b'["query", "text"]', ("line 1", "list", "object")),
+    ("pairs.jsonl", b'{"query": "a", "text": "b"}', "one text"),
+    ("pairs.jsonl", b'{"query": "a", "text": "cat \\ud83d"}', ("line 1", "`text`", "half of a character")),
+    ("a.jsonl", b"{", "UTF-8"),
+    ("a.jsonl", b"\xff\n", "UTF-8"),
+    ("a.csv", b"\xff,\n1,2\n", "UTF-8"),
+    ("pairs.csv", b"query,text\na,b,\nwhat,it is this, and that\n", ("line 3", "quotes", "','")),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "told"), POOR)
+def test_read_test_of_a_poor_file_names_the_place(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=all_of(told)):
-        read_test(jsonl(tmp_path / "pairs.jsonl", rows))
-
-
-def test_read_test_of_csv_refuses_a_text_that_a_comma_would_cut(tmp_path):
-    (tmp_path / "pairs.csv").write_text("query,text\na,b,\nwhat,it is this, and that\n")
-    with pytest.raises(DataError, match=all_of("line 3", "quotes", "','")):
-        read_test(tmp_path / "pairs.csv")
+        read_test(tmp_path / name)
 
 
 def test_read_test_names_pairs_without_a_document(tmp_path):
@@ -66,28 +87,6 @@ def test_read_test_names_pairs_without_a_document(tmp_path):
     documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in range(2)])
     with pytest.raises(DataError, match=all_of("6 of 8 pairs", "line 3: 2", "1 more")):
         read_test(pairs, documents)
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", b"{"), ("a.jsonl", b"\xff\n"), ("a.csv", b"\xff,\n1,2\n")])
-def test_read_test_of_another_format_says_so(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match="UTF-8"):
-        read_test(tmp_path / name)
-
-
-def test_read_test_keeps_every_text_of_an_id(tmp_path):
-    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": 1}, {"query": "b", "id": 2}])
-    rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 1, "text": "bird"}, {"id": 1, "text": "cat"}]
-    test = read_test(pairs, jsonl(tmp_path / "documents.jsonl", rows))
-    assert (test.texts, test.relevant) == (["cat", "fish", "bird"], [[0, 2], [1]])
-
-
-def test_read_test_of_ids_with_the_same_text_searches_it_once(tmp_path):
-    """Two of the same text would tie: no query of them could find its own first."""
-    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": 1}, {"query": "b", "id": 2}, {"query": "c", "id": 3}])
-    rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 3, "text": "cat"}]
-    test = read_test(pairs, jsonl(tmp_path / "documents.jsonl", rows))
-    assert (test.texts, test.relevant) == (["cat", "fish"], [[0], [1], [0]])
 
 
 def test_read_test_of_csv_takes_texts_beyond_the_limit_of_the_csv_module(tmp_path):

@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from messages import all_of, says
 from sentevalsets import write_sets
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.errors import EncoderError
 from declutr.encoders.words import HashedWords
+from declutr.evaluation.senteval import harness
 from declutr.evaluation.senteval.data import inspect
 from declutr.evaluation.senteval.harness import ScoringChoice, Vectors, embed_all, evaluate
 from declutr.evaluation.senteval.network import ClassifierConfig
@@ -145,6 +147,8 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     whole = scored(Counting(), folder, tmp_path / "whole", "SICK-E", "SST2", "STS12")
 
     class Killing(list):
+        """Progress lines, of which the one after the second unit interrupts the scoring."""
+
         def append(self, line):
             if ": 2/3 " in line:
                 raise KeyboardInterrupt
@@ -213,18 +217,12 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("session")
 def test_harness_on_ray_gives_the_results_of_this_process(folder, tmp_path, monkeypatch):
-    import ray
-
-    from declutr.evaluation.senteval import harness
-
-    here = scored(Counting(), folder, tmp_path / "here", "SST2", "SICK-R", "STS12", "Tense")
+    names = ("SST2", "SICK-R", "STS12", "Tense")
+    here = scored(Counting(), folder, tmp_path / "here", *names)
     monkeypatch.setattr(harness, "_WORTH_IT", 0)
-    try:
-        there = scored(
-            Counting(), folder, tmp_path / "ray", "SST2", "SICK-R", "STS12", "Tense", session=SessionConfig(num_cpus=2)
-        )
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()
+    with monkeypatch.context() as this_process:
+        this_process.delattr(torch, "set_num_threads")  # a unit that is scored here would fail
+        there = scored(Counting(), folder, tmp_path / "ray", *names, session=SessionConfig(num_cpus=2))
     assert there.reports == here.reports

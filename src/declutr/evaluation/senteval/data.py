@@ -301,6 +301,7 @@ def _fetch_archive(folder: Path, url: str, missing: Sequence[str]) -> Iterator[F
         fetch(url, local, _MAX_ARCHIVE_BYTES)
         with tarfile.open(local, mode="r|*") as archive:  # a stream: one pass, no seeking, no extraction
             for member in archive:
+                # Below a folder of any name, files have their places in `downstream`.
                 end = next((end for end in ends if f"/{member.name}".endswith(end)), None)
                 if end is None or not member.isreg():
                     continue
@@ -312,7 +313,7 @@ def _fetch_archive(folder: Path, url: str, missing: Sequence[str]) -> Iterator[F
                         shutil.copyfileobj(stream, file)
                     same = git_sha1(folder / path) == known_hashes().get(path)
                     yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
-                del ends[end]
+                del ends[end]  # what is left at the end is missing
         yield from (Fetched(path, "failed", f"not in {local.name}") for path in ends.values())
     except (RemoteError, tarfile.TarError, EOFError) as error:
         yield from (Fetched(path, "failed", str(error)) for path in ends.values())

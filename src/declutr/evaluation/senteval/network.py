@@ -4,8 +4,7 @@ Shapes: S training sets, R regularisations, B rows of a batch, C classes, D feat
 Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C outputs, and all sets
 together one batched product.
 
-Adam and RMSprop update the stacked parameters, with a separate weight decay for every regularisation. Weight decay is
-coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradients of weights and biases.
+Adam and RMSprop update the stacked parameters, with a separate weight decay for every regularisation.
 """
 
 import math
@@ -139,6 +138,7 @@ class Updates:
         """Make one step in place; the gradients, those of the loss without weight decay, are overwritten."""
         self.num_steps += 1
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            # Decay is coupled, as in torch's `Adam(weight_decay=...)`, and of biases too.
             gradient.addcmul_(parameter, self.decay.view(*self.decay.shape, *[1] * (parameter.ndim - 2)))
         if self.name == "adam":
             self._adam(parameters, gradients)
@@ -146,7 +146,7 @@ class Updates:
             self._rmsprop(parameters, gradients)
 
     def _adam(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        if not self._counts:
+        if not self._counts:  # one for each parameter, because the call increments them
             before = float(self.num_steps - 1)
             self._counts = [torch.tensor(before) for _ in parameters]
         adam(
@@ -155,7 +155,7 @@ class Updates:
             [first for first, _ in self.moments],
             [second for _, second in self.moments],
             [],
-            self._counts,  # incremented by the call
+            self._counts,
             foreach=False,
             fused=True,
             amsgrad=False,
