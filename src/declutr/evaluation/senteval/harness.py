@@ -160,7 +160,7 @@ def evaluate(
     """
     fingerprint = vectors_fingerprint(encoder)
     folder = output / f"{_UNSAFE.sub('_', encoder.name).strip('_')[-60:]}-{fingerprint[:8]}"
-    units = plan_units(inspections, choice, fingerprint, folder)
+    units = scoring_units(inspections, choice, fingerprint, folder)
     results = {unit.key: stored for unit in units if (stored := unit.stored())}
     todo = [unit for unit in units if unit.key not in results]
     notes = folder / "encoder.json"
@@ -186,7 +186,7 @@ def evaluate(
     )
 
 
-def plan_units(
+def scoring_units(
     inspections: Sequence[Inspection], choice: ScoringChoice, fingerprint: str, folder: Path
 ) -> tuple[ScoringUnit, ...]:
     """Plan the units of all usable tasks, longest first, for the encoder with this fingerprint and folder."""
