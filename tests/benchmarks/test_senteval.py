@@ -32,10 +32,11 @@ def figures(tmp_path, *arguments, official=None):
 
 @pytest.mark.slow
 def test_benchmark_of_evaluation_equals_the_plain_writing(tmp_path):
-    kept = ["--senteval", "plain", "--hashed-size", "16", "--keep", str(tmp_path / "kept")]
+    tasks = "MR,SST2,TREC,MRPC,SICK-E,STS-B,STS12,STS16,Tense,COCO"  # SICK-R is fitted as STS-B, for as long
+    kept = ["--senteval", "plain", "--hashed-size", "16", "--tasks", tasks, "--keep", str(tmp_path / "kept")]
     found = figures(tmp_path, *kept, official=Plain())
     assert found["official"] == "plain"
-    names = {"MR", "SST2", "TREC", "MRPC", "SICKEntailment", "SICKRelatedness", "STSBenchmark", "STS12", "Tense"}
+    names = {"MR", "SST2", "TREC", "MRPC", "SICKEntailment", "STSBenchmark", "STS12", "Tense"}
     rows = {(row["task"], row["encoder"]): row for row in found["tasks"]}
     assert rows.keys() == {(name, encoder) for name in names for encoder in ("transformer", "hashed-words")}
     assert found["max_abs_score_diff"] == max(row["score_diff"] for row in rows.values()) < 0.3

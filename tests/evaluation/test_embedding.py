@@ -184,14 +184,12 @@ def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.ray
+@pytest.mark.usefixtures("session")
 def test_ray_writes_the_same_bytes_as_this_process(model, tmp_path, monkeypatch):
-    import ray
-
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)  # relative paths must reach the workers
     for workers, output in ((0, "here.npy"), (2, "ray.npy")):
         assert embed(model, "several", output, "--workers", workers, "--unit-mib", 0.0005) == 0
-    ray.shutdown()
     assert (tmp_path / "here.npy").read_bytes() == (tmp_path / "ray.npy").read_bytes()
 
 
