@@ -5,8 +5,8 @@
 
 Each size runs in a separate process: first a small step, which creates the optimizer's state, then a step of that many
 documents or sentences. Its peak is reported above the memory that the process held after loading its libraries. It
-includes weights, gradients, optimizer state and the batch. If the whole batch fits at once, its gradient without
-microbatches is compared with the one with them.
+includes weights, gradients, optimizer state and the batch. `declutr verify-gradients` compares the gradient of
+microbatches with that of the whole batch.
 """
 
 import argparse
@@ -21,8 +21,6 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import OBJECTIVES, SIZES, Workload
-from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.step.step import TrainStep
 
 ROWS = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
 # 64 documents fill a microbatch (13,000 tokens), and so do 64 sentences in two views (2,894 tokens with seed 0): with a
@@ -47,7 +45,7 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     record.reset_peak(device)
     begun = time.perf_counter()
     train_step.step({"": measured}, 2)
-    figures: dict[str, Any] = {
+    return {
         "peak_mib": round(record.peak(device) - before, 1),
         "span_embeddings_mib": round(measured.spans.num_spans * encoder.embedding_size * 4 / record.MIB, 2),
         "seconds": round(time.perf_counter() - begun, 3),
@@ -55,9 +53,6 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "spans": measured.spans.num_spans,
         "microbatches": len(train_step.tasks[0].microbatch.cut(measured.spans)),
     }
-    if count <= options.direct_limit:
-        figures["grad_rel_diff"] = difference(train_step, measured, options.microbatch_tokens)
-    return figures
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
@@ -66,20 +61,6 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if options.objective != "declutr":
         settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
     return Workload.of(options, options.device, options.precision, **settings)
-
-
-def difference(train_step: TrainStep, batch: RankBatch, microbatch_tokens: int) -> float:
-    """Largest difference of gradient entries between microbatches and the whole batch, over the largest entry."""
-    gradients = []
-    for limit in (microbatch_tokens, None):
-        train_step.optimizer.zero_grad(set_to_none=True)
-        train_step.tasks[0].microbatch.max_tokens = limit
-        train_step.gradients({"": batch}, 4)
-        parameters = train_step.encoder.named_parameters()
-        gradients.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
-    cut, direct = gradients
-    largest = max(float(gradient.abs().max()) for gradient in direct.values())
-    return max(float((cut[name] - gradient).abs().max()) for name, gradient in direct.items()) / largest
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -95,15 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--microbatch-tokens", type=int, help="default: 8192 on cpu (simcse 2900), 65536 on cuda")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument(
-        "--direct-limit", type=int, help="compare gradients up to this many rows; default: 64, simcse 256"
-    )
     options = record.parse(parser, arguments)
     small = options.device == "cpu"
     options.model = options.model or ("demo" if small else "distilroberta")
     options.spans = options.spans or ([8, 64] if small else [32, 512])
-    if options.direct_limit is None:
-        options.direct_limit = 64 if options.objective == "declutr" else 256
     options.microbatch_tokens = options.microbatch_tokens or (_MICROBATCH_TOKENS[options.objective] if small else 65536)
     by_size, context = dict[int, dict[str, Any]](), multiprocessing.get_context("spawn")
     for size in options.sizes or ROWS[options.objective]:
@@ -111,7 +87,6 @@ def main(arguments: list[str] | None = None) -> None:
             by_size[size] = pool.submit(measure, options, size).result()
         record.progress(f"{size} rows: {by_size[size]}")
     peaks = {size: figures["peak_mib"] for size, figures in by_size.items()}
-    differences = [figures["grad_rel_diff"] for figures in by_size.values() if "grad_rel_diff" in figures]
     settings = ("objective", "model", "device", "spans", "dropout", "microbatch_tokens")
     figures = {
         "benchmark": "batch",
@@ -120,7 +95,6 @@ def main(arguments: list[str] | None = None) -> None:
         "peak_mib": peaks,
         "ratio_4096_to_64": _growth(peaks, 4096),
         "ratio_16384_to_64": _growth(peaks, 16384),
-        "grad_rel_diff": max(differences, default=None),
         "sizes": by_size,
     }
     record.publish(figures, options)

@@ -64,17 +64,16 @@ def test_benchmark_of_a_step_has_figures(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("objective", "sizes", "ratio", "within"),
-    [("declutr", ("2", "8"), "ratio_4096_to_64", 1e-4), ("simcse", ("4", "8"), "ratio_16384_to_64", 1e-3)],
+    ("objective", "sizes", "ratio"),
+    [("declutr", ("2", "8"), "ratio_4096_to_64"), ("simcse", ("4", "8"), "ratio_16384_to_64")],
 )
-def test_benchmark_of_batches_has_figures(tmp_path, objective, sizes, ratio, within):
+def test_benchmark_of_batches_has_figures(tmp_path, objective, sizes, ratio):
     own = () if objective == "declutr" else ("--objective", objective)
     found = figures(batch.main, tmp_path, *TINY, *own, "--sizes", *sizes, "--microbatch-tokens", "100")
     assert found["peak_mib"].keys() == {*sizes}
     assert all(peak > 0 for peak in found["peak_mib"].values())
     assert found[ratio] is None
     assert found["sizes"][sizes[1]]["microbatches"] > found["sizes"][sizes[0]]["microbatches"] > 1
-    assert found["grad_rel_diff"] < within
     if objective == "simcse":
         assert (found["objective"], found["sizes"]["8"]["spans"]) == ("simcse", 16)
 
