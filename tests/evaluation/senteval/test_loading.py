@@ -32,41 +32,48 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
     assert find("SentLen") is find("length")
     with pytest.raises(UsageError, match=all_of("'STS17'", "`STS16`", "CR, MR")):
         find("STS17")
+    assert load(find("SUBJ"), folder).classes == ("subjective", "objective")
+    assert "SMT" not in load(find("STS13"), folder).splits
     for task in TASKS:
         data = load(task, folder)
         assert data.num_rows
         assert set(data.files) == set(task.paths)
 
 
-def test_lines_in_latin_1_are_sorted_by_length_then_class(folder):
-    data = load(find("MR"), folder)
-    expected = [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]
-    assert rows(data.splits["all"]) == expected
-    assert load(find("SUBJ"), folder).classes == ("subjective", "objective")
-
-
-def test_trec_drops_the_fine_label_and_keeps_colons(folder):
-    data = load(find("TREC"), folder)
-    assert rows(data.splits["train"]) == [("What is NASA ?", 0), ("Who is Jos\u00e9 ?", 3)]
-    assert rows(data.splits["test"]) == [("How far : a mile ?", 5)]
-
-
-def test_sst_labels_and_sentences_are_read(folder):
-    assert rows(load(find("SST2"), folder).splits["dev"]) == [("na\u00efve", 0), ("it is good", 1)]
-    assert rows(load(find("SST5"), folder).splits["dev"]) == [("bad", 0), ("very good", 4)]
-
-
-def test_pairs_of_sentences_are_read(folder):
-    mrpc = load(find("MRPC"), folder)
-    assert rows(mrpc.splits["test"]) == [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]
-    snli = load(find("SNLI"), folder)  # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
-    expected = [(("a dog", "an animal"), 1), (("a man sleeps", "he sleeps"), 0), (("a man sleeps", "he is awake"), 2)]
-    assert rows(snli.splits["train"]) == expected
-    entailment, relatedness = (load(find(name), folder).splits["test"] for name in ("SICK-E", "SICK-R"))
-    assert entailment.labels.tolist() == [2, 0, 1]
-    assert relatedness.labels.tolist() == [5.0, 1.0, 3.3]
-    assert entailment.first == ("A dog", "It rains", "A dog runs")
-    assert load(find("STS-B"), folder).splits["dev"].labels.tolist() == [0.25, 5.0]
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        # latin-1, sorted by length, then class
+        ("MR", "all", [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]),
+        ("TREC", "train", [("What is NASA ?", 0), ("Who is Jos\u00e9 ?", 3)]),
+        ("TREC", "test", [("How far : a mile ?", 5)]),  # colons are kept, the fine label is not
+        ("SST2", "dev", [("na\u00efve", 0), ("it is good", 1)]),
+        ("SST5", "dev", [("bad", 0), ("very good", 4)]),
+        ("MRPC", "test", [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]),
+        # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
+        (
+            "SNLI",
+            "train",
+            [(("a dog", "an animal"), 1), (("a man sleeps", "he sleeps"), 0), (("a man sleeps", "he is awake"), 2)],
+        ),
+        ("SICK-E", "test", [(("A dog", "A dog"), 2), (("It rains", "It is dry"), 0), (("A dog runs", "A cat"), 1)]),
+        (
+            "SICK-R",
+            "test",
+            [(("A dog", "A dog"), 5.0), (("It rains", "It is dry"), 1.0), (("A dog runs", "A cat"), 3.3)],
+        ),
+        ("STS-B", "dev", [(("a man", "a woman runs"), 0.25), (("a man", "a woman runs"), 5.0)]),
+        (
+            "STS12",
+            "MSRpar",
+            [(("d", "e"), 1.0), (("b", "c"), 3.25), (("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)],
+        ),
+        # of four rows, those that have a score
+        ("STS15", "belief", [(("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]),
+    ],
+)
+def test_rows_of_a_split_are_those_of_its_file_in_senteval_s_order(folder, name, split, expected):
+    assert rows(load(find(name), folder).splits[split]) == expected
 
 
 def test_ties_of_lengths_go_by_label_name_in_snli(tmp_path):
@@ -75,15 +82,6 @@ def test_ties_of_lengths_go_by_label_name_in_snli(tmp_path):
         write(tmp_path, f"downstream/SNLI/s2.{split}", "d\ne\nf\n")
         write(tmp_path, f"downstream/SNLI/labels.{split}", "neutral\nentailment\ncontradiction\n")
     assert load(find("SNLI"), tmp_path).splits["train"].labels.tolist() == [2, 0, 1]
-
-
-def test_unscored_rows_are_left_out(folder):
-    full, partly = load(find("STS12"), folder).splits["MSRpar"], load(find("STS15"), folder).splits["belief"]
-    expected = [(("d", "e"), 1.0), (("b", "c"), 3.25), (("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]
-    assert rows(full) == expected
-    assert (len(full), len(partly)) == (4, 2)  # of four rows
-    assert sorted(partly.labels.tolist()) == [0.2, 5.0]
-    assert "SMT" not in load(find("STS13"), folder).splits
 
 
 def test_probing_classes_are_numbered_by_name_in_train(folder):
