@@ -157,9 +157,9 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
 @pytest.mark.slow
 def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     """kill -9 when some units are there and others not; then to the end."""
-    texts = [f"{'word ' * (number % 9)}number {number}" for number in range(5000)]
+    texts = [f"{'word ' * (number % 9)}number {number}" for number in range(2500)]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
-    arguments = ["embed", model, str(tmp_path / "in.txt"), "--unit-mib", "0.02", "--workers", "0", "--output"]
+    arguments = ["embed", model, str(tmp_path / "in.txt"), "--unit-mib", "0.01", "--workers", "0", "--output"]
     assert main([*arguments, str(tmp_path / "whole.npy")]) == 0
     parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
     process = subprocess.Popen(

@@ -54,8 +54,7 @@ def keys(file, **values):
 
 
 def keep(path, chosen):
-    weights = {key: value for key, value in load_file(path).items() if chosen(key)}
-    save_file(weights, path, metadata={"format": "pt"})
+    save_file({key: value for key, value in load_file(path).items() if chosen(key)}, path, metadata={"format": "pt"})
 
 
 def dense(folder, size):
@@ -77,19 +76,22 @@ def module(folder, path):
     write(folder / "modules.json", [*entries, {"idx": 3, "name": "3", "path": path, "type": "x.Dense"}])
 
 
+NORM = "encoder.layer.1.attention.output.LayerNorm.bias"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda f: keep(f / "model.safetensors", lambda key: "layer.1." not in key),
-            ("16 weights", "encoder.layer.1.attention.output.LayerNorm.bias", "13 more"),
-        ),
+        (lambda f: keep(f / "model.safetensors", lambda key: "layer.1." not in key), ("16 weights", NORM, "13 more")),
         (
             lambda f: keep(f / "model.safetensors", lambda key: "word_embeddings" not in key),
             ("1 weight", "embeddings.word_embeddings.weight"),
         ),
-        (keys("config.json", num_hidden_layers=1), ("config.json", "16 weights", "encoder.layer.1.attention.output")),
-        (keys("config.json", intermediate_size=50), ("config.json", "6 weights", "0.intermediate.dense.bias (48,)")),
+        (keys("config.json", num_hidden_layers=1), ("config.json", "16 weights", NORM)),
+        (
+            keys("config.json", intermediate_size=50),
+            ("config.json", "shape", "6 weights", "encoder.layer.0.intermediate.dense.bias", "(48,)"),
+        ),
         (
             lambda f: save_file({f"module.{key}": value for key, value in load_file(f / "model.safetensors").items()},
                                 f / "model.safetensors", metadata={"format": "pt"}),
