@@ -1,8 +1,12 @@
-"""An export as others get it: its card, and nothing of this machine in what `hf upload` sends."""
+"""An export as others get it: its card, and nothing of this machine in what `hf upload` sends to a local hub."""
 
+import base64
 import json
+import os
 import re
-import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,7 @@ from folders import encoder_folder
 from madeup import config_of, save, shards
 from messages import says
 from sentence_transformers import SentenceTransformer
+from serving import Handler, serving
 
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.build import build_encoder, load_tokenizer
@@ -25,28 +30,93 @@ EXPORTED = {
 }
 
 
-@pytest.mark.slow
-def test_what_hf_sends_of_an_export_names_no_folder_and_loads(tmp_path):
-    """`hf upload` sends all files of the folder, as they are; the run started from a folder."""
-    private = tmp_path / "private"
-    (private / "start").mkdir(parents=True)
-    data = shards(private / "data")
-    start, tokenizer = config_of(data, tmp_path / "unused"), load_tokenizer(data)[0]
-    write_encoder(build_encoder(start, tokenizer), tokenizer, private / "start")
-    config = config_of(data, private / "run", encoder={"pretrained": str(private / "start"), "from_config": None})
-    save(config, private / "run")
+@contextmanager
+def upload_server(repositories):
+    """The answers of the Hub that sending needs, for models `{"owner/name": {path: bytes}}`; yields its address."""
+
+    class Hub(Handler):
+        def do_GET(self):
+            name = "/".join(self.path.split("?")[0].split("/")[3:5])
+            if not self.path.startswith("/api/models/"):
+                self.answer(200, {})
+            elif name not in repositories:
+                self.answer(404, {}, [("X-Error-Code", "RepoNotFound")])
+            elif "/tree/" in self.path:
+                self.answer(200, [{"type": "file", "path": path, "size": 1, "oid": "0"} for path in repositories[name]])
+            else:
+                self.answer(200, {"id": name, "sha": "0" * 40, "siblings": [], "tags": [], "private": True})
+
+        do_HEAD = do_GET
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            if self.path == "/api/repos/create":
+                given = json.loads(body)
+                assert given.get("visibility") == "private" or given.get("private") is True
+                name = f"{given['organization']}/{given['name']}"
+                status = 409 if name in repositories else 200
+                repositories.setdefault(name, {})
+                self.answer(status, {"url": f"http://{self.headers['Host']}/{name}"})
+            elif "/preupload/" in self.path:
+                files = json.loads(body)["files"]
+                modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+                self.answer(200, {"files": modes})
+            elif "/commit/" in self.path:
+                name = "/".join(self.path.split("/")[3:5])
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                commit = f"http://{self.headers['Host']}/{name}/commit/{'0' * 40}"
+                self.answer(200, {"commitUrl": commit, "commitOid": "0" * 40})
+            else:
+                self.answer(200, {"errors": [], "warnings": []})  # of the card's head
+
+    with serving(Hub) as host:
+        yield f"http://{host}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run that started from an encoder in a folder."""
+    (tmp_path / "private").mkdir()
+    data = shards(tmp_path / "private" / "data")
+    start = config_of(data, tmp_path / "unused")
+    tokenizer = load_tokenizer(data)[0]
+    (tmp_path / "private" / "start").mkdir()
+    write_encoder(build_encoder(start, tokenizer), tokenizer, tmp_path / "private" / "start")
+    settings = {"pretrained": str(tmp_path / "private" / "start"), "from_config": None}
+    config = config_of(data, tmp_path / "private" / "run", encoder=settings)
+    save(config, tmp_path / "private" / "run")
     run_training(config)
-    export = private / "run/export"
-    assert {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file()} == EXPORTED
-    for name in EXPORTED:
+    return tmp_path / "private" / "run", config
+
+
+@pytest.mark.slow
+def test_what_hf_sends_of_an_export_names_no_folder_and_loads(run, tmp_path):
+    folder, config = run
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    kept |= {"HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    repositories = {}
+    with upload_server(repositories) as address:
+        sent = subprocess.run(
+            [Path(sys.executable).with_name("hf"), "upload", "owner/mine", folder / "export", "--private"],
+            env=kept | {"HF_ENDPOINT": address},
+            capture_output=True,
+            text=True,
+        )
+        assert sent.returncode == 0, sent.stderr
+    files = repositories["owner/mine"]
+    assert set(files) == EXPORTED
+    for name, content in files.items():
         for place in (tmp_path, Path.home(), Path.cwd(), "private"):
-            assert str(place).encode() not in (export / name).read_bytes(), f"{name} names {place}"
-    settings = json.loads((export / "declutr.json").read_bytes())["config"]
+            assert str(place).encode() not in content, f"{name} names {place}"
+        (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "got" / name).write_bytes(content)
+    settings = json.loads(files["declutr.json"])["config"]
     assert (settings["run"], settings["encoder"]["pretrained"], settings["steps"]) == ("(a path)", "(a path)", 6)
     texts = ["some words", "others"]
-    expected = load_encoder(private / "run", device="cpu")
+    expected = load_encoder(folder, device="cpu")
     assert expected.pretrained == config.encoder.pretrained, "the run knows it"
-    shutil.copytree(export, tmp_path / "got")
     got = SentenceTransformer(str(tmp_path / "got"), device="cpu").encode(texts)
     np.testing.assert_allclose(got, expected.encode(texts), atol=1e-5)
 
