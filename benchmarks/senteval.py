@@ -90,12 +90,12 @@ class Checkout:
             return embeddings[[rows[" ".join(words) or EMPTY] for words in batch]]
 
         classifier = {
-            "nhid": 0,
+            "nhid": config.num_hidden,
             "optim": config.optimizer,
             "batch_size": config.batch_size,
             "tenacity": config.tenacity,
             "epoch_size": config.epoch_size,
-            "dropout": 0.0,
+            "dropout": config.dropout,
             "max_epoch": config.max_epoch,
         }
         params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}

@@ -196,8 +196,7 @@ def scoring_units(
         assert data is not None  # as all usable ones have
         for method in choice.methods(task):
             identity: list[Any] = [VERSIONS[method], fingerprint, task, method, dict(data.files), inspection.standing]
-            # Settings that are gone, whose default values earlier versions hashed: their results are still found.
-            identity.append({**choice.classifier.model_dump(mode="json"), "num_hidden": 0, "dropout": 0.0})
+            identity.append(choice.classifier.model_dump(mode="json"))
             path = folder / f"{task}{'' if method == 'procedure' else f'.{method}'}.json"
             read = without_train(data) if method == "cosine" else data
             units.append(ScoringUnit(read, method, hash_json(identity), path, cost(read, method, choice.classifier)))

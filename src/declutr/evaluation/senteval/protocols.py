@@ -218,7 +218,7 @@ def predict(network: Network, features: Table) -> NDArray[np.float64]:
     buffer = features.buffer(min(len(features), _SCORING_ROWS))
     places = torch.arange(len(features))
     parts = [
-        torch.softmax(network.forward(features.take(part[None], buffer)), 2)[0, 0]
+        torch.softmax(network.forward(features.take(part[None], buffer)).logits, 2)[0, 0]
         for part in places.split(_SCORING_ROWS)
     ]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
@@ -230,11 +230,11 @@ def _pass(features: Table, target: Tensor, order: Tensor, network: Network, upda
     gradients = [torch.empty_like(p) for p in network.parameters]
     targets = target[order].mT  # (bins, N): rows come last, as in the network
     for start, rows in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
-        batch = features.take(rows[None], buffer)
-        shares = torch.softmax(network.forward(batch), 2)
+        done = network.forward(features.take(rows[None], buffer))
+        shares = torch.softmax(done.logits, 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
         outer = (shares - targets[:, start : start + len(rows)]).mul_(2 / (len(rows) * NUM_BINS)).mul_(shares)
-        network.backward(batch, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
+        network.backward(done, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
         updates.step(network.parameters, gradients)
 
 

@@ -274,13 +274,12 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
     """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
-    SNLI's exceptions from the classifier settings are applied here.
+    The exceptions from the classifier settings for SNLI and WordContent are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
     """
-    task, rows = data.task, sentence_rows([data])
-    config = config.for_snli() if task.name == "SNLI" else config
+    task, rows, config = data.task, sentence_rows([data]), _config_of(data.task, config)
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
@@ -316,3 +315,10 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     outcome = fits[task.procedure](*parts, len(data.classes), config)
     scores = {"devacc": outcome.dev_accuracy, "acc": outcome.accuracy}
     return Scored(scores if outcome.f1 is None else {**scores, "f1": outcome.f1})
+
+
+def _config_of(task: SentEvalTask, config: ClassifierConfig) -> ClassifierConfig:
+    """The classifier's settings for a task: SentEval has exceptions for two."""
+    if task.name == "SNLI":
+        return config.for_snli()
+    return config.for_word_content() if task.name == "WordContent" else config
