@@ -22,9 +22,9 @@ from declutr.cli.main import main, settings_page
 from declutr.common.config import load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.objectives.base import implementation_of
 from declutr.trainer.objectives.registry import DEFAULT
-from declutr.trainer.setup.config import TrainConfig
 
 FOLDERS = "common|pipeline|trainer|evaluation|adaptation|reproduction|doctor|inspection|cli|benchmarks"
 FOLDERS += "|configs|deploy|docs|tests"

@@ -17,6 +17,7 @@ from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import fingerprint
+from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.metrics.sts import StsValidator, read_judged, together
@@ -38,7 +39,6 @@ from declutr.trainer.objectives.base import HeldOutSplit, Objective, Validator, 
 from declutr.trainer.parallel.communicator import Communicator, shard
 from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
 from declutr.trainer.run import RunPlan, data_folder
-from declutr.trainer.setup.config import TaskSettings, TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer

@@ -19,10 +19,10 @@ from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifes
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.objectives.config import SpanConfig
-from declutr.trainer.setup.config import TaskSettings, TrainConfig
 
 RESUME_SETTINGS = "resume_settings.json"
 """The file of a run that holds the settings which decide its result."""

@@ -21,11 +21,11 @@ from transformers.utils import logging as transformers_logging
 
 from declutr.trainer.build import build_parts, build_train_steps
 from declutr.trainer.checkpoints.weights import step_parameters
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.parallel.communicator import Communicator, full_tensor
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.step import TrainStep
 

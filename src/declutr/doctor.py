@@ -32,8 +32,8 @@ from declutr.common.storage import fsync_path
 
 # torch, transformers and the settings of a training take seconds to import: `--help` answers without them.
 if TYPE_CHECKING:
+    from declutr.trainer.config import TrainConfig
     from declutr.trainer.run import RunPlan
-    from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN = ("ray", "torch", "transformers", "pyarrow", "numpy")
 _SMI_FIELDS = "name,memory.total,memory.used,utilization.gpu,driver_version"
@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     config = None
     if options.config is not None:
-        from declutr.trainer.setup.config import TrainConfig
+        from declutr.trainer.config import TrainConfig
 
         config = load_config(options.config, "train", TrainConfig, options.overrides)
     findings = examine(config, options.path)

@@ -18,7 +18,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from declutr.common.config import load_config
 from declutr.pipeline.config import PipelineConfig
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.config import TrainConfig
 
 DOCUMENT = ROOT / "docs/guides/cluster.md"
 SECTIONS = {"prepare": PipelineConfig, "train": TrainConfig}

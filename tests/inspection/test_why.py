@@ -23,6 +23,7 @@ from declutr.inspection.order import read_order
 from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import build_parts
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.stream import batches
@@ -31,7 +32,6 @@ from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan, run_folder
-from declutr.trainer.setup.config import TrainConfig
 
 STEPS, WORKERS = 9, 2
 TEXTS = {"max_tokens": 12}

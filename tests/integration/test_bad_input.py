@@ -18,8 +18,8 @@ from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.build import load_tokenizer
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import main
 
 

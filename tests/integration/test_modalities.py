@@ -14,7 +14,7 @@ from translations import write_translations
 from declutr.cli.main import main
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.config import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("session")]
 PAGE = (runs.ROOT / "docs/guides/modalities.md").read_text()

@@ -17,9 +17,9 @@ from declutr.trainer.build import build_parts, build_train_steps, build_validato
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TrainConfig
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from declutr.common.storage import read_json
 from declutr.trainer.driver.continuation import DEVICE
 from declutr.trainer.driver.group import build_group
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 
@@ -28,7 +28,7 @@ def test_tune_sees_the_checkpoints_of_a_run(data, finished, tmp_path):
     values = runs.finished_config(data, tmp_path / "run").model_dump(mode="json")
 
     def trial(settings):
-        from declutr.trainer.setup.config import TrainConfig
+        from declutr.trainer.config import TrainConfig
 
         run_training(TrainConfig.model_validate(settings))
 

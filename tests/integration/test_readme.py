@@ -10,7 +10,7 @@ import tinyruns as runs
 from declutr.cli.main import main
 from declutr.common.config import load_config
 from declutr.pipeline.config import PipelineConfig
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.config import TrainConfig
 
 PAGE = (runs.ROOT / "docs/start/corpus.md").read_text()
 README = (runs.ROOT / "README.md").read_text()

@@ -21,8 +21,8 @@ from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.trainer.checkpoints.checkpoint import find_latest
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import train
 from declutr.trainer.verify import verify
 

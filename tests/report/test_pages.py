@@ -29,10 +29,10 @@ from declutr.report.charts import COLOURS, Curve, draw_curves, draw_histogram, s
 from declutr.report.corpus import write_corpus_page
 from declutr.report.page import share, shown, write_scores_page
 from declutr.report.runs import read_runs, write_runs_page
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.continuation import SUMMARY
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.step import StepMetrics
 
 RUNS = "document.title='run'"

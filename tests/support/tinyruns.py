@@ -21,9 +21,9 @@ from waiting import until
 
 from declutr.common.errors import ConfigError
 from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.checks import load_problems, resolve
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TrainConfig
 
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
 FROM_CONFIG = {

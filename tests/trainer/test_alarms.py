@@ -16,12 +16,12 @@ from tinyruns import least_config as config
 from declutr.common.config import config_yaml
 from declutr.report.runs import write_runs_page
 from declutr.trainer.build import build_parts, build_train_steps
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.objectives.scores import uniformity
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.gradcache import spread
 
 SCD = {"kind": "scd", "projector": [16], "max_tokens": 24, "dropout_rates": [0.0, 0.5], "decorrelation_weight": 0.0}

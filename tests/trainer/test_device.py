@@ -16,7 +16,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.continuation import DEVICE, choose_device, device_problem, kept_device, recorded_device
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep
 from declutr.trainer.worker.device import CudaEvent, DeviceEvent, events_of, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder

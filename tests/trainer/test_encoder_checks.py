@@ -25,11 +25,11 @@ from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.build import build_encoder, build_task, used_parameters
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.gradcache import Microbatch
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

@@ -19,6 +19,7 @@ from transformers import BertConfig, ViTConfig, ViTModel
 from declutr.common.errors import EncoderError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import new_frontend
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import PatchBatch
 from declutr.trainer.driver.continuation import neighbours_of
 from declutr.trainer.driver.run import run_training
@@ -30,7 +31,6 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, nearest_accuracy
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.config import TrainConfig
 
 SIZES = {"patch_size": (4, 4), "image_size": 8}
 

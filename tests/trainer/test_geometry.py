@@ -19,10 +19,10 @@ from declutr.common.config import config_yaml, load_config
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer import run as module
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.checks import validation_remarks
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import main
 
 ENCODER = {"encoder": {"from_config": {"model_type": "roberta"}}}

@@ -19,6 +19,7 @@ from declutr.common.errors import CheckpointError, UsageError
 from declutr.trainer import verify
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import Gathered, Objective
 from declutr.trainer.objectives.config import RunContext
@@ -26,7 +27,6 @@ from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.reducers import BucketedReducer
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.step import NonFiniteLossError

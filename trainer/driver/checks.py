@@ -13,13 +13,13 @@ from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import Manifest, data_hash, load_manifest
 from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.config import TaskSettings, TrainConfig
+from declutr.trainer.corpora import corpora_problems
 from declutr.trainer.driver.continuation import DEVICE, SUMMARY, device_problem, kept_device, other_shards, run_problems
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.run import RunPlan, data_folder
-from declutr.trainer.setup.config import TaskSettings, TrainConfig
-from declutr.trainer.setup.corpora import corpora_problems
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 
 _OFTEN = 0.1  # of the batches
 

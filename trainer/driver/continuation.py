@@ -23,7 +23,7 @@ from declutr.trainer.checkpoints.store import RunStore
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import NN_ACCURACY
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 
 DEVICE = "device.json"
 

@@ -14,6 +14,7 @@ from declutr.trainer.build import build_encoder, build_frontend, build_objective
 from declutr.trainer.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.config import TaskSettings
 from declutr.trainer.data.packedbatch import limit
 from declutr.trainer.driver.checks import objective_problems
 from declutr.trainer.model.behind import left_out
@@ -29,7 +30,6 @@ from declutr.trainer.model.language_model import (
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TaskSettings
 
 _PROBED_RATE = 0.1  # of dropout
 # Errors of transformers when a model cannot be built or its files cannot be read.

@@ -23,7 +23,7 @@ from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.metrics import memory_mib, peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.worker.device import set_up_torch, torch_as_before
 from declutr.trainer.worker.scheduler import TaskScheduler
 

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 
 _BACKEND_SECONDS = 1800
 _POLL_SECONDS = 0.2  # by default Ray Train polls each worker only every 2 s, also for its end

@@ -20,6 +20,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import BestScore, history
 from declutr.trainer.checkpoints.state import EXPORT, read_settings
 from declutr.trainer.checkpoints.store import RunStore, store_of
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.checks import (
     corpora_remarks,
     load_problems,
@@ -44,7 +45,6 @@ from declutr.trainer.driver.continuation import (
 from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.metrics.loggers import ProgressBar
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder
-from declutr.trainer.setup.config import TrainConfig
 
 if TYPE_CHECKING:
     from declutr.trainer.driver.local import LocalRun

@@ -18,9 +18,9 @@ from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import Reported, RunState
 from declutr.trainer.checkpoints.store import after_save
 from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.parallel.request import Request
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.scheduler import TaskScheduler
 

@@ -10,7 +10,7 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.build import autocast_type
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.config import TrainConfig
 
 _CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """Variable of cuBLAS, and its values with which products repeat their bits."""

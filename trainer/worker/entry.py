@@ -15,8 +15,8 @@ from ray.util import get_current_placement_group
 
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.watcher import Watcher
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.stream import limit_resources
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.worker.backend import missing_gpu, signalled
 from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, period
 from declutr.trainer.worker.heartbeat import Heartbeat, HeartbeatLogHandler

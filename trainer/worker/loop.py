@@ -13,6 +13,7 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError, UsageError
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import steps_between
@@ -22,7 +23,6 @@ from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.objectives.scores import divide
 from declutr.trainer.parallel.request import Agreement, Request
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
 from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.checkpointing import Checkpointing

@@ -10,13 +10,13 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError, SaveError, ShardError, UsageError
 from declutr.trainer.build import build_parts, build_train_steps, build_validator
 from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.gradcache import MicrobatchError
 from declutr.trainer.step.step import NonFiniteLossError
 from declutr.trainer.worker.checkpointing import Checkpointing

@@ -18,7 +18,7 @@ from declutr.common.paths import expand
 from declutr.common.storage import write_text
 from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.config import PipelineConfig
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.config import TrainConfig
 
 PASSAGE_TOKENS = 62  # two fewer than a window of the shards, for the special tokens
 """Tokens of a passage without special ones."""

@@ -112,7 +112,7 @@ def settings_page() -> str:
     """The page docs/reference/settings.md, generated from the configuration models: `make settings`."""
     from declutr.common.config_docs import settings_tables
     from declutr.pipeline.config import PipelineConfig
-    from declutr.trainer.setup.config import TrainConfig
+    from declutr.trainer.config import TrainConfig
 
     head = """# Settings
 

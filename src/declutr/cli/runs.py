@@ -97,8 +97,8 @@ def run_verify_gradients(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     options = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
+    from declutr.trainer.config import TrainConfig
     from declutr.trainer.driver.path_checks import place_problems
-    from declutr.trainer.setup.config import TrainConfig
 
     if options.documents < 1 or min(options.processes) < 1:
         parser.error("--documents and --processes must be at least 1")
@@ -185,7 +185,7 @@ def run_demo(arguments: list[str]) -> int:
     from declutr.common.config import load_config
     from declutr.pipeline.config import PipelineConfig
     from declutr.pipeline.config import look as look_for_data
-    from declutr.trainer.setup.config import TrainConfig
+    from declutr.trainer.config import TrainConfig
 
     # before the corpus is prepared, and before torch is loaded
     data = load_config(options.config, "prepare", PipelineConfig, (), look_for_data)

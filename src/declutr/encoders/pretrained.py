@@ -33,13 +33,13 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
 from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.model.behind import DAMAGE, modules_of
 from declutr.trainer.model.bounds import check_config, check_folder, check_size, check_steps, check_tokenizer
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_shapes
 from declutr.trainer.model.layouts import embedding_layout
-from declutr.trainer.setup.config import TrainConfig
 
 _POOLER = "pooler"
 _WEIGHTS = (".safetensors", ".bin")

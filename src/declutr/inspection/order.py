@@ -12,12 +12,12 @@ from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.run import run_folder, training_split, with_geometry
-from declutr.trainer.setup.config import TaskSettings, TrainConfig
 
 _MOST_READS = 10**7  # positions of a row are listed in memory, and `steps=N` may be anything
 

@@ -28,9 +28,9 @@ from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.item import START, Column, Item, KnownEncoder, Prepared, ScaleName, overlap, unknown
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
 from declutr.trainer.checkpoints.state import EXPORT
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.continuation import SUMMARY, changes
 from declutr.trainer.metrics.judged_pairs import FILES
-from declutr.trainer.setup.config import TrainConfig
 
 Config = TypeVar("Config", bound=Strict)
 _ABSENT = "not on this machine"

@@ -12,13 +12,13 @@ from declutr.common.errors import suggest
 from declutr.common.storage import hash_json
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.checkpoints.state import CheckpointConfig
+from declutr.trainer.corpora import Corpus, Data, places_of, shares_of
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.config import MetricsConfig, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext, SpanConfig
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
-from declutr.trainer.setup.corpora import Corpus, Data, places_of, shares_of
-from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
