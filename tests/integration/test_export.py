@@ -17,7 +17,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from declutr.cli.main import main
-from declutr.cli.runs import COLUMNS, neighbours, table
+from declutr.cli.runs import COLUMNS, table
 from declutr.common.errors import CheckpointError
 from declutr.common.storage import read_json
 from declutr.encoders.loading import load_encoder
@@ -195,11 +195,8 @@ def test_verify_gradients_of_a_users_configuration_passes(data, tmp_path, capsys
     assert main(["verify-gradients", str(config), "data=nowhere", "batch_documents=0"]) == 1
 
 
-def test_demo_shows_its_table_and_neighbours(data, finished):
+def test_demo_shows_its_table():
     lines = list(table({name: dict.fromkeys(COLUMNS, 0.5) for name in ("untrained", "mlm_only", "declutr")}))
     assert lines[0].split()[2:6] == ["recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"]
     assert [line.split().count("0.500") for line in lines] == [0, 8, 8, 8]
     assert len({len(line) for line in lines}) == 1
-    shown = list(neighbours(data, finished / "run" / "export"))
-    assert sum(line.startswith("- ") for line in shown) == 4
-    assert sum(line.startswith("    ") for line in shown) == 8
