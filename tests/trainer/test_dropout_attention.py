@@ -121,7 +121,7 @@ def test_dropout_attention_has_one_graph_for_all_layers_and_lengths():
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpus_have_enough_shared_memory(tmp_path):
     """Triton compiles for GPUs without one. 99 KiB is what a program may have on the smallest, for example an L4."""
     done = run_python("-c", COMPILE, env={"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(tmp_path)})

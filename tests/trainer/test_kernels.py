@@ -149,7 +149,7 @@ def layers_done(encoder):
     return reducer.notes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compile_layers_while_the_backward_runs_sends_buckets():
     """As without compilation; in one graph of the whole encoder, all would be sent after the last layer."""
     torch._dynamo.reset()
