@@ -32,6 +32,7 @@ from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
 from declutr.adaptation.passages import _select, held_out_documents, make_passages
 from declutr.cli.main import main
+from declutr.common.bootstrap import grouped
 from declutr.common.config import validated
 from declutr.common.errors import UsageError
 from declutr.common.paths import listed
@@ -278,8 +279,8 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
         half = pairs.half(split, 0)
         test = adaptation_scores.TestSet(none, pairs, pairs.places(split, 0), recalls)
         lexicon = Lexicon(half.texts)
-        alone, with_idf = (row.values[:, 0] for row in score_encoder(half, start, lexicon))
-        bm25, idf = (row.values[:, 0] for row in score_lexical(half, lexicon))
+        alone, with_idf = (grouped(row.values[:, 0], row.answers) for row in score_encoder(half, start, lexicon))
+        bm25, idf = (grouped(row.values[:, 0], row.answers) for row in score_lexical(half, lexicon))
         assert test.num_rows == len(half.queries)
         assert np.array_equal(test.encoder(counting)["pairs"], alone)
         assert np.array_equal(test.encoder(counting, with_idf=True)["pairs"], with_idf)
@@ -304,7 +305,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", 150))
     for start, output, settings, words in (
-        (encoder, "out", {"pairs": pairs}, ("--pairs", "its queries are left", "100", "240")),
+        (encoder, "out", {"pairs": pairs}, ("--pairs", "different answers are left", "100", "240")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("40 tokens", "64")),

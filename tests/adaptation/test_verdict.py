@@ -8,8 +8,9 @@ from messages import all_of, says
 from transformers import AutoTokenizer
 
 from declutr.adaptation.config import LONG_TOKENS, STATE, AdaptConfig, opened
-from declutr.adaptation.passages import Passages, make_passages, share
+from declutr.adaptation.passages import Passages, make_passages
 from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
+from declutr.common.bootstrap import share
 from declutr.common.errors import UsageError
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
@@ -96,13 +97,13 @@ def test_judge_of_fewer_than_a_hundred_documents_tells_nothing():
 
 
 def test_judge_and_choose_of_five_queries_that_changed_find_no_difference():
-    start = np.zeros(200)
+    start = np.stack([np.zeros(200), np.ones(200)], axis=1)  # recalls and queries of answers
     after = start.copy()
-    after[:5] = 1
+    after[:5, 0] = 1
     verdict = judge({PAIRS: start}, {PAIRS: after}, PAIRS, 0)
     assert verdict.outcome == "no measurable difference"
-    says(verdict.sentence("queries"), "queries that differ: 5", "needs 6")
-    assert "would need" not in verdict.sentence("queries")
+    says(verdict.sentence("answers"), "answers that differ: 5", "needs 6")
+    assert "would need" not in verdict.sentence("answers")
     assert choose(["a", "b"], {"a": {PAIRS: start}, "b": {PAIRS: after}}, PAIRS, 0) == "a"
 
 

@@ -40,8 +40,8 @@ from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
 _TIMED_PASSAGES = 512
-_QUERIES = 240
-"""Queries of which both halves have 100 in 99% of the draws."""
+_ANSWERS = 240
+"""Different answers of which both halves have 100 in 99% of the draws."""
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 
 
@@ -115,10 +115,12 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
-            if (reporting := len(pairs.places("test", config.seed))) < MIN_ROWS:
+            reporting = len(set(pairs.answers[pairs.places("test", config.seed)].tolist()))
+            if reporting < MIN_ROWS:
                 problems.append(
-                    f"--pairs {config.pairs}: {reporting} of its queries are left for the test, which needs at least "
-                    f"{MIN_ROWS}; give {_QUERIES} queries or more, or none to use passages of the documents"
+                    f"--pairs {config.pairs}: {reporting} different answers are left for the test, which needs "
+                    f"{MIN_ROWS}, and queries with an answer in common count once; give queries of {_ANSWERS} answers "
+                    "or more, or none to use passages of the documents"
                 )
         except DataError as error:
             problems.append(str(error))
@@ -154,7 +156,7 @@ class _Adaptation:
 
     @property
     def rows(self) -> str:
-        return "documents" if self.pairs is None else "queries"
+        return "documents" if self.pairs is None else "answers"
 
     def run(self) -> Result:
         self._say("preparing the corpus")

@@ -179,11 +179,6 @@ class Passages:
         return counts
 
 
-def share(values: F64) -> float:
-    """Hits of `(n, 2)` hits and queries by all queries; NaN without queries."""
-    return float(values[:, 0].sum() / values[:, 1].sum()) if values[:, 1].any() else float("nan")
-
-
 def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     """Cuts documents into at most 8 passages of 62 tokens, spread evenly, after their headings were taken out.
 

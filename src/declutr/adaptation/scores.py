@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
-from declutr.adaptation.passages import F32, F64, Passages, share
-from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean
+from declutr.adaptation.passages import F32, F64, Passages
+from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, grouped, mean, share
 from declutr.common.storage import hash_json
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder
@@ -27,9 +27,9 @@ MEANING = {
     HEADINGS: "recall@1 of a title or heading that searches its document",
     PAIRS: "recall@1 of your queries",
 }
-STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, PAIRS: mean}
+STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, PAIRS: share}
 Values = dict[str, F64]
-"""Values of each row by measure: `(n,)` distant, `(n, 2)` headings, `(Q,)` pairs."""
+"""Values of each row by measure: `(n,)` distant, `(n, 2)` headings, `(A, 2)` recalls and queries of A answers."""
 Cosines = tuple[F32, F32]
 """`(P, P)` scores of passages with passages, and `(Q, P)` of headings with passages."""
 
@@ -54,8 +54,8 @@ class TestSet:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the primary measure: queries with pairs, else documents with distant passages."""
-        return len(self.own) if self.pairs else int(self.passages.scorable.sum())
+        """Rows of the primary measure: different answers with pairs, else documents with distant passages."""
+        return len(set(self.pairs.answers[self.own].tolist())) if self.pairs else int(self.passages.scorable.sum())
 
     @cached_property
     def digest(self) -> str:
@@ -110,14 +110,15 @@ class TestSet:
         return cosines[0] + idf[0], cosines[1] + idf[1]
 
     def _recalls(self, encoder: TransformerEncoder | None) -> list[F64]:
-        """recall@1 of the split's queries: alone and with the IDF cosine; without an encoder of BM25 and the cosine."""
+        """`(A, 2)` recalls@1 and queries of the split's answers, without and with IDF; without an encoder of words."""
         assert self.pairs is not None
         key = encoder.fingerprint if encoder else "lexical"
         if key not in self.recalls:
             words = self._pairs_lexicon
             rows = score_encoder(self.pairs, encoder, words) if encoder else score_lexical(self.pairs, words)
             self.recalls[key] = [row.values[:, 0] for row in rows]
-        return [values[self.own] for values in self.recalls[key]]
+        answers = np.unique(self.pairs.answers[self.own], return_inverse=True)[1]
+        return [grouped(values[self.own], answers) for values in self.recalls[key]]
 
     def _values(self, passages: F32, headings: F32) -> Values:
         values = {DISTANT: self.passages.distant(passages)}

@@ -31,6 +31,21 @@ def mean(values: F64) -> float:
     return float(values.mean())
 
 
+def share(values: F64) -> float:
+    """Sum of the first column of `(N, 2)` by that of the second: the mean over members of N groups of unlike sizes."""
+    return float(values[:, 0].sum() / values[:, 1].sum()) if values[:, 1].any() else float("nan")
+
+
+def grouped(values: F64, groups: NDArray[np.int64]) -> F64:
+    """`(G, 2)` sums and counts of `(N,)` values by group, for `share`: groups are drawn whole, as they are independent.
+
+    Args:
+        values: one for each member.
+        groups: `(N,)` number of each member's group, from 0 to G - 1.
+    """
+    return np.stack([np.bincount(groups, values), np.bincount(groups)], axis=1).astype(np.float64)
+
+
 def spearman(values: F64) -> float:
     """Spearman correlation of the two columns of `(N, 2)`, ties averaged; 0 if a column is constant."""
     first, second = (_ranks(column) for column in values.T)
@@ -58,7 +73,7 @@ class Comparison:
     interval: tuple[float, float] | None
     """95% interval of the difference; None with fewer than `MIN_ROWS` rows."""
     changed: int | None = None
-    """Number of rows whose two values differ, if the score is their mean."""
+    """Number of rows whose two values differ, if the score is their mean or share."""
 
     @property
     def difference(self) -> float:
@@ -112,7 +127,8 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> 
     if not len(before):
         return Comparison(np.nan, np.nan, 0, None)
     interval = paired_interval(before, after, seed, statistic=statistic) if len(before) >= MIN_ROWS else None
-    changed = int((before != after).sum()) if statistic is mean else None
+    differ = before != after
+    changed = int((differ.any(axis=1) if differ.ndim > 1 else differ).sum()) if statistic in (mean, share) else None
     return Comparison(statistic(before), statistic(after), len(before), interval, changed)
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from declutr.common import seeding
-from declutr.common.bootstrap import Comparison, compare
+from declutr.common.bootstrap import Comparison, compare, grouped, share
 from declutr.common.errors import DataError, UsageError
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding.index import (
@@ -73,12 +73,15 @@ class WeightChoice:
     """Number of queries that chose it."""
     values: Mapping[str, F64]
     """`(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone."""
+    answers: NDArray[np.int64]
+    """`(Q,)` number of the answers of each of the other queries."""
 
     def differences(self) -> dict[str, Comparison]:
         """The hybrid search compared with each part alone on the queries that did not choose."""
         column = MEASURES.index(CHOOSING)
-        parts = ((name, scores) for name, scores in self.values.items() if name != "hybrid")
-        return {name: compare(scores[:, column], self.values["hybrid"][:, column], SEED) for name, scores in parts}
+        rows = {name: grouped(scores[:, column], self.answers) for name, scores in self.values.items()}
+        hybrid = rows.pop("hybrid")
+        return {name: compare(part, hybrid, SEED, share) for name, part in rows.items()}
 
 
 def build_index(
@@ -228,7 +231,7 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     weight = WEIGHTS[int(np.argmax(means))]
     hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))  # None: words alone
     values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
-    return WeightChoice(weight, len(halves["development"].queries), values)
+    return WeightChoice(weight, len(halves["development"].queries), values, halves["test"].answers)
 
 
 def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
@@ -240,8 +243,7 @@ def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
         stored = index.texts([row])[0]
         if (name := stored.id if key == "id" else stored.text) in targets:
             number.setdefault(str(name), []).append(row)
-    queries, relevant = join_pairs(pairs, rows, number, "the index")
-    return RetrievalTest(queries, [], relevant)
+    return join_pairs(pairs, rows, number, [], "the index")
 
 
 def _measured(
@@ -262,7 +264,8 @@ def sentences(choice: WeightChoice) -> Iterator[str]:
     yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
     for name, difference in choice.differences().items():
         scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
-        yield f"{CHOOSING} on {difference.rows:,} other queries: {scores}, difference {difference.sentence()}"
+        queries = f"{len(choice.answers):,} other queries with {difference.rows:,} different answers"
+        yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence()}"
 
 
 PLANE_ROWS = 5_000  # so that a map takes seconds

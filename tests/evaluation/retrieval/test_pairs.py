@@ -1,22 +1,23 @@
 """`evaluate --pairs`: files of pairs, the table of encoders and baselines, and measures against plain writings."""
 
 import csv
+import itertools
 import json
 import math
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from messages import all_of, says
-from scipy.stats import rankdata
 from sklearn.metrics import ndcg_score
 
 from declutr.cli.main import main
 from declutr.common.errors import DataError
-from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences, measures, positions
+from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences, measures, score_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
-from declutr.evaluation.retrieval.pairs import read_test
+from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 
 
 def jsonl(path, rows):
@@ -117,13 +118,14 @@ def test_evaluate_pairs_of_an_encoder_named_twice_scores_it_once(tmp_path):
     assert list(written["differences"]) == ["hashed-words:4"]
 
 
-def test_differences_need_a_hundred_queries_for_an_interval():
+def test_differences_need_a_hundred_answers_for_an_interval():
     rng = np.random.default_rng(0)
-    first = RetrievalScores("first", rng.random((120, len(MEASURES))))
-    second = RetrievalScores("second", first.values + 0.1)
-    assert all(one.measurable for one in differences(first, second).values())
-    few = differences(RetrievalScores("first", first.values[:99]), RetrievalScores("second", second.values[:99]))
-    assert all(one.interval is None for one in few.values())
+    values, answers = rng.random((120, len(MEASURES))), np.arange(120)
+    first, second = RetrievalScores("first", values, answers), RetrievalScores("second", values + 0.1, answers)
+    assert all(comparison.measurable for comparison in differences(first, second).values())
+    first, second = (RetrievalScores(name, values, answers % 99) for name in ("first", "second"))
+    assert all(comparison.interval is None for comparison in differences(first, second).values())
+    assert first.facts()["mrr"]["interval"] is None
 
 
 def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
@@ -134,7 +136,7 @@ def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
     encoders = ["hashed-words:64", "hashed-words:8"]
     assert main(["evaluate", *encoders, "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 0
     told = capsys.readouterr().out
-    says(told, "120 queries", "120 texts")
+    says(told, "120 queries with 120 different answers", "120 texts")
     says(told, "hashed-words:8", "hashed-words:64")
     written = json.loads((tmp_path / "scores" / "pairs.json").read_text())
     assert list(written["scores"]) == [
@@ -184,12 +186,70 @@ def test_measures_equal_a_plain_writing():
         assert found[MEASURES.index("mrr")] == pytest.approx(1 / first)
 
 
-def test_positions_of_ties_count_half():
-    scores, relevant = drawn(ties=True)
-    for values, wanted in zip(scores, relevant, strict=True):
-        if len(wanted) == 1:
-            assert positions(values, wanted).tolist() == [rankdata(-values)[wanted[0]]]
-    assert positions(np.zeros(11), [3]).tolist() == [6.0]  # an encoder that tells nothing apart finds nothing
+@pytest.mark.parametrize("relevant", [[0], [3], [0, 1], [1, 4], [0, 2, 5]])
+def test_ties_are_the_mean_over_all_orders_of_equal_scores(relevant):
+    scores = np.array([2.0, 1.0, 2.0, 1.0, 1.0, 0.0])
+    orders = (list(order) for order in itertools.permutations(range(6)))
+    places = np.stack([np.argsort(order) for order in orders if (np.diff(scores[order]) <= 0).all()])
+    plain = measures(-places.astype(float), [relevant] * len(places)).mean(axis=0)
+    assert measures(scores[None], [relevant])[0] == pytest.approx(plain, abs=1e-12)
+
+
+def test_an_encoder_that_tells_nothing_apart_scores_as_chance():
+    values = dict(zip(MEASURES, measures(np.zeros((1, 19)), [[3]])[0], strict=True))
+    assert [values[f"recall@{k}"] for k in (1, 5, 10)] == pytest.approx([1 / 19, 5 / 19, 10 / 19])
+    assert values["mrr"] == pytest.approx((1 / np.arange(1, 20)).mean())
+    assert measures(np.zeros((1, 2)), [[0]])[0][0] == 0.5
+
+
+def test_collapsed_embeddings_are_named(log):
+    texts = [f"w{number}" for number in range(3)]
+    encoder = SimpleNamespace(name="flat", encode=lambda texts: np.ones((len(texts), 4), np.float32))
+    score_encoder(RetrievalTest(texts, texts, [[0], [1], [2]]), encoder, Lexicon(texts))
+    says("\n".join(log), "flat", "nearly equal", "1.0000")
+
+
+WORDINGS = [
+    (f"question {answer} wording {wording}", f"answer {answer}") for answer in range(100) for wording in range(3)
+]
+
+
+def test_halves_have_no_answer_in_common_and_stay_when_pairs_are_added(tmp_path):
+    test = read_test(jsonl(tmp_path / "pairs.jsonl", [{"query": query, "text": text} for query, text in WORDINGS]))
+    halves = {which: test.half(which, 0) for which in ("development", "test")}
+    texts = {which: {text for numbers in half.relevant for text in numbers} for which, half in halves.items()}
+    assert not texts["development"] & texts["test"]
+    assert [len(set(half.answers.tolist())) for half in halves.values()] == [len(numbers) for numbers in texts.values()]
+    assert sum(len(half.queries) for half in halves.values()) == 300
+    assert min(map(len, texts.values())) > 30
+    more = [{"query": f"more {number}", "text": f"text {number}"} for number in range(50)]
+    more += [{"query": query, "text": text} for query, text in WORDINGS]
+    longer = read_test(jsonl(tmp_path / "more.jsonl", more)).half("test", 0)
+    assert set(halves["test"].queries) < set(longer.queries)
+
+
+def test_answers_that_a_query_joins_are_one(tmp_path):
+    rows = [("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", "y"), ("d", "y")]  # d joins x and y
+    test = read_test(jsonl(tmp_path / "pairs.jsonl", [{"query": query, "text": text} for query, text in rows]))
+    assert test.queries == ["a", "b", "c", "d", "e"]
+    assert test.answers.tolist() == [0, 0, 1, 0, 0]
+    assert {len(test.places("test", seed)) for seed in range(20)} == {0, 1, 4, 5}
+
+
+def test_wordings_of_an_answer_count_once():
+    """The interval of three equal wordings is that of one; drawn one by one it would be narrower by the root of 3."""
+    rng = np.random.default_rng(0)
+    before, after = rng.random((2, 120, len(MEASURES)))
+    answers = np.arange(120)
+    alone = differences(RetrievalScores("a", before, answers), RetrievalScores("b", after, answers))
+    three = [RetrievalScores(name, np.repeat(values, 3, axis=0), np.repeat(answers, 3)) for name, values in
+             (("a", before), ("b", after))]  # fmt: skip
+    for name, comparison in differences(*three).items():
+        assert comparison.interval == pytest.approx(alone[name].interval)
+        assert (comparison.rows, comparison.changed) == (120, 120)
+    facts = three[0].facts()["mrr"]
+    low, high = facts["interval"]
+    assert low < facts["value"] == pytest.approx(before[:, MEASURES.index("mrr")].mean()) < high
 
 
 def words_of(text):

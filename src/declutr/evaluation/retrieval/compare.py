@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, grouped, paired_interval, share
+from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json, write_text
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
@@ -26,20 +27,8 @@ CUTOFFS = (1, 5, 10)
 MEASURES = (*(f"recall@{k}" for k in CUTOFFS), "mrr", "ndcg@10")
 
 
-def positions(scores: NDArray[np.floating], relevant: Sequence[int]) -> F64:
-    """Positions from 1 of a query's relevant texts in the order of their scores; a tie counts half.
-
-    Args:
-        scores: `(G,)` of the query.
-        relevant: numbers of the relevant texts.
-    """
-    own = np.sort(scores[list(relevant)])[::-1]
-    other_scores = np.delete(scores, list(relevant))
-    return ahead(other_scores[None], own, tie=0.5) + np.arange(1, len(own) + 1)
-
-
 def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) -> F64:
-    """`(Q, 5)` values of `MEASURES` for each query.
+    """`(Q, 5)` values of `MEASURES` for each query; of equal scores the mean over all orders of their texts.
 
     recall@k: share of the relevant texts among the first k. mrr: 1 / position of the first relevant text. ndcg@10:
     sum of 1 / log2(1 + position) over the relevant texts among the first 10, divided by its largest possible value
@@ -56,15 +45,33 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
         raise EncoderError("an embedding is not finite, so that texts have no order")
     rows = np.empty((len(relevant), len(MEASURES)))
     for row, (values, targets) in enumerate(zip(scores, relevant, strict=True)):
-        places = positions(values, targets)
-        shares = [float((places <= k).mean()) for k in CUTOFFS]
-        gain = float((1 / np.log2(1 + places[places <= 10])).sum())
-        best = float((1 / np.log2(1 + np.arange(1, min(len(places), 10) + 1))).sum())
-        rows[row] = [*shares, 1 / places[0], gain / best]
+        own = np.sort(values[list(targets)])[::-1]
+        before = ahead(values[None], own, tie=0.0).astype(np.int64)
+        ties = ahead(values[None], own, tie=1.0).astype(np.int64) - before  # texts with this score, itself included
+        # a text is at each position of its ties equally often
+        shares = [float((np.clip(k - before, 0, ties) / ties).mean()) for k in CUTOFFS]
+        gains = np.array([_gains(first, tied) for first, tied in zip(before, ties, strict=True)])
+        best = float((1 / np.log2(1 + np.arange(1, min(len(own), 10) + 1))).sum())
+        first = _first(int(before[0]), int(ties[0]), int((own == own[0]).sum()))
+        rows[row] = [*shares, first, float(gains[gains > 0].sum()) / best]
     return rows
 
 
+def _gains(before: int, ties: int) -> float:
+    """Mean of 1 / log2(1 + position), 0 beyond 10, over the positions behind `before` texts."""
+    return float((1 / np.log2(1 + np.arange(before + 1, min(before + ties, 10) + 1))).sum()) / ties
+
+
+def _first(before: int, ties: int, relevant: int) -> float:
+    """Mean of 1 / position of the first of `relevant` texts among `ties`, over all orders of these."""
+    places = np.arange(ties - relevant + 1)
+    later = np.cumprod(np.concatenate([[1.0], (ties - places[:-1] - relevant) / (ties - places[:-1])]))
+    return float((later * relevant / (ties - places) / (before + 1 + places)).sum())
+
+
 BM25, IDF = NAMES["bm25"], NAMES["idf"]
+_COLLAPSED = 0.999
+"""Mean cosine of any two texts above which an encoder tells them no longer apart in float32's noise."""
 _CHUNK_QUERIES = 512  # each has a score for every text in memory
 SEED = 0
 """Seed of the bootstrap: the same file gives the same intervals."""
@@ -77,16 +84,20 @@ class RetrievalScores:
     Attributes:
         name: of the encoder or baseline.
         values: `(Q, 5)` of each query, in the order of `MEASURES`.
+        answers: `(Q,)` of `RetrievalTest`.
     """
 
     name: str
     values: F64
+    answers: NDArray[np.int64]
 
     def facts(self) -> dict[str, Any]:
-        """Mean and 95% interval of each measure; the interval is None for fewer than `MIN_ROWS` queries."""
+        """Mean and 95% interval of each measure; the interval is None for fewer than `MIN_ROWS` answers."""
         facts = {}
         for name, column in zip(MEASURES, self.values.T, strict=True):
-            interval = paired_interval(np.zeros_like(column), column, SEED) if len(column) >= MIN_ROWS else None
+            rows = grouped(column, self.answers)  # queries of one answer are right or wrong together
+            zeros = grouped(np.zeros_like(column), self.answers)
+            interval = paired_interval(zeros, rows, SEED, share) if len(rows) >= MIN_ROWS else None
             facts[name] = {"value": float(column.mean()), "interval": interval}
         return facts
 
@@ -117,6 +128,12 @@ def score_encoder(
     The score of a text is that of its best window.
     """
     whole, owners = embed_windows(encoder, test.texts)
+    if (cosine := float(np.square(whole.mean(axis=0, dtype=np.float64)).sum())) > _COLLAPSED and len(test.texts) > 1:
+        get_logger().warning(
+            "%s: its embeddings are nearly equal (mean cosine %.4f), so its order of texts is chance",
+            encoder.name,
+            cosine,
+        )
     starts = np.flatnonzero(np.diff(owners, prepend=-1))  # windows of a text are neighbours
 
     def cosines(queries: Sequence[str], texts: F32 = whole) -> F32:
@@ -138,13 +155,13 @@ def _by_chunks(name: str, test: RetrievalTest, scores: Callable[[Sequence[str]],
     starts = range(0, len(test.queries), _CHUNK_QUERIES)
     parts = [slice(start, start + _CHUNK_QUERIES) for start in starts]
     values = [measures(scores(test.queries[part]), test.relevant[part]) for part in parts]
-    return RetrievalScores(name, np.concatenate(values))
+    return RetrievalScores(name, np.concatenate(values), test.answers)
 
 
 def differences(first: RetrievalScores, second: RetrievalScores) -> dict[str, Comparison]:
-    """The second row minus the first, by measure, by a paired bootstrap over queries."""
+    """The second row minus the first, by measure, by a paired bootstrap over answers."""
     return {
-        name: compare(before, after, SEED)
+        name: compare(grouped(before, first.answers), grouped(after, first.answers), SEED, share)
         for name, before, after in zip(MEASURES, first.values.T, second.values.T, strict=True)
     }
 
@@ -167,7 +184,7 @@ def write_comparison(
         }
         for name, by_measure in comparisons.items()
     }
-    counts = {"queries": len(test.queries), "texts": len(test.texts)}
+    counts = {"queries": len(test.queries), "answers": len(set(test.answers.tolist())), "texts": len(test.texts)}
     write_json(folder / "pairs.json", counts | {"scores": facts, "differences": differ})
     write_text(folder / "pairs.md", text + "\n")
     return text
@@ -179,9 +196,11 @@ def _table(
     encoders: Sequence[str],
     comparisons: dict[str, dict[str, Comparison]],
 ) -> Iterator[str]:
-    yield f"{len(test.queries):,} queries, {len(test.texts):,} texts; percent with 95% intervals over queries\n"
-    if len(test.queries) < MIN_ROWS:
-        yield f"fewer than {MIN_ROWS} queries: no intervals\n"
+    answers = len(set(test.answers.tolist()))
+    counts = f"{len(test.queries):,} queries with {answers:,} different answers, {len(test.texts):,} texts"
+    yield f"{counts}; percent with 95% intervals over answers\n"
+    if answers < MIN_ROWS:
+        yield f"fewer than {MIN_ROWS} different answers: no intervals\n"
     yield f"| | {' | '.join(MEASURES)} |"
     yield f"| --- |{' ---: |' * len(MEASURES)}"
     for name, scores in facts.items():

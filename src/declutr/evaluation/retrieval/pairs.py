@@ -3,12 +3,15 @@
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt, shorten
@@ -30,22 +33,42 @@ class RetrievalTest:
         queries: Q distinct queries, in the order of the file.
         texts: G distinct texts.
         relevant: for each query the numbers of its texts, ascending.
+        targets: for each query the smallest text or id that the file pairs with it; halves need them.
     """
 
     queries: list[str]
     texts: list[str]
     relevant: list[list[int]]
+    targets: list[str] = field(default_factory=list)
+
+    @cached_property
+    def answers(self) -> NDArray[np.int64]:
+        """`(Q,)` number of each query's answers: queries with a text in common, also through others, have one number.
+
+        They are what is independent: three wordings of a question are right or wrong together.
+        """
+        pairs = np.array([(query, text) for query, texts in enumerate(self.relevant) for text in texts], np.int64)
+        pairs = pairs.reshape(-1, 2)
+        number, size = len(self.queries), len(self.queries) + int(pairs[:, 1].max(initial=-1)) + 1
+        edges = coo_array((np.ones(len(pairs)), (pairs[:, 0], number + pairs[:, 1])), shape=(size, size))
+        components = connected_components(edges, directed=False)[1][:number]
+        answers: NDArray[np.int64] = np.unique(components, return_inverse=True)[1]
+        return answers
 
     def half(self, which: Half, seed: int) -> "RetrievalTest":
         """The queries that choose (development), or those that report (test)."""
         places = self.places(which, seed).tolist()
         queries, relevant = [self.queries[place] for place in places], [self.relevant[place] for place in places]
-        return RetrievalTest(queries, self.texts, relevant)
+        return RetrievalTest(queries, self.texts, relevant, [self.targets[place] for place in places])
 
     def places(self, which: Half, seed: int) -> NDArray[np.int64]:
-        """Numbers of the queries of a half, by a draw for each query."""
-        # a query stays in its half when others are added
-        keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
+        """Numbers of the queries of a half, by a draw for each query's answers, which are never in both halves."""
+        smallest = dict[int, str]()
+        for answer, target in zip(self.answers.tolist(), self.targets, strict=True):
+            smallest[answer] = min(smallest.get(answer, target), target)
+        # a hash of a text, so that answers stay in their half when others are added
+        drawn_keys = {answer: int(hash_json(target)[:16], 16) for answer, target in smallest.items()}
+        keys = np.array([drawn_keys[answer] for answer in self.answers.tolist()], np.uint64)
         drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
         numbers: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
         return numbers
@@ -72,10 +95,10 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
         for name, text in dict.fromkeys(rows_of_documents):  # an id may have several texts, such as its passages
             number.setdefault(name, []).append(text_numbers.setdefault(text, len(text_numbers)))
         texts = list(text_numbers)
-    queries, relevant = join_pairs(pairs, rows, number, str(documents))
+    test = join_pairs(pairs, rows, number, texts, str(documents))
     if len(texts) < 2:
         raise DataError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
-    return RetrievalTest(queries, texts, relevant)
+    return test
 
 
 Pair = tuple[int, str, str]
@@ -102,24 +125,27 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[
 
 
 def join_pairs(
-    pairs: Path, rows: Sequence[Pair], number: Mapping[str, list[int]], where: str
-) -> tuple[list[str], list[list[int]]]:
-    """Distinct queries, and the numbers of the relevant texts of each, ascending.
+    pairs: Path, rows: Sequence[Pair], number: Mapping[str, list[int]], texts: list[str], where: str
+) -> RetrievalTest:
+    """The test of distinct queries and the relevant texts of each.
 
     Args:
         pairs: their file.
         rows: the pairs.
         number: numbers of the texts by text or id.
+        texts: that are searched; empty if they are elsewhere.
         where: the name of the texts.
 
     Raises:
         DataError: a pair names none of the texts.
     """
     relevant: dict[str, set[int]] = {}
+    targets: dict[str, str] = {}
     unknown = []
     for line, query, target in rows:
         if target in number:
             relevant.setdefault(query, set()).update(number[target])
+            targets[query] = min(targets.get(query, target), target)
         else:
             unknown.append(f"line {line}: {shorten(target, _MOST_CHARACTERS)}")
     if unknown:
@@ -127,7 +153,8 @@ def join_pairs(
             f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {where}: "
             f"{excerpt(unknown, _MOST_NAMED)}"
         )
-    return list(relevant), [sorted(numbers) for numbers in relevant.values()]
+    numbers = [sorted(numbers) for numbers in relevant.values()]
+    return RetrievalTest(list(relevant), texts, numbers, list(targets.values()))
 
 
 def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
