@@ -73,7 +73,10 @@ def pickled(folder, weights):
 def module(folder, path):
     """Adds a dense layer at the end."""
     entries = json.loads((folder / "modules.json").read_text())
-    write(folder / "modules.json", [*entries, {"idx": 3, "name": "3", "path": path, "type": "x.Dense"}])
+    write(
+        folder / "modules.json",
+        [*entries, {"idx": 3, "name": "3", "path": path, "type": "sentence_transformers.models.Dense"}],
+    )
 
 
 NORM = "encoder.layer.1.attention.output.LayerNorm.bias"

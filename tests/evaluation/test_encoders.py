@@ -118,7 +118,14 @@ def test_a_plain_transformers_folder_is_pooled_by_its_mean(folder, tmp_path):
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "mean\\+max"),
         ("1_Pooling/config.json", {"pooling_mode_lasttoken": True}, "lasttoken"),
         ("2_Dense/config.json", {"in_features": 32, "out_features": 12, "activation_function": "os.system"}, "os.sys"),
-        ("modules.json", [{"type": "x.Transformer", "path": ""}, {"type": "x.WordWeights", "path": ""}], "WordWeights"),
+        (
+            "modules.json",
+            [
+                {"type": "sentence_transformers.models.Transformer", "path": ""},
+                {"type": "sentence_transformers.models.WordWeights", "path": ""},
+            ],
+            "WordWeights",
+        ),
     ],
 )
 def test_encoder_that_cannot_be_computed_exactly_is_refused(tmp_path, file, content, message):

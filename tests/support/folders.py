@@ -41,16 +41,17 @@ def encoder_folder(folder, family="roberta", pooling="mean", after=(), max_token
                 weights = {f"linear.{name}": value.detach() for name, value in layer.named_parameters()}
                 save_file(weights, folder / f"{number}_{kind}/model.safetensors")
                 size = 12
-    kinds = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (kind, path) in enumerate(modules)
-    ]
-    write(folder / "modules.json", kinds)
+    write(folder / "modules.json", [module(*entry, number) for number, entry in enumerate(modules)])
     write(folder / "sentence_bert_config.json", {"max_seq_length": max_tokens, "do_lower_case": False})
     write(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine", "prompts": {}} | options)
     (folder / "1_Pooling").mkdir()
     write(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32, "pooling_mode": pooling})
     return folder
+
+
+def module(kind, path, number=0):
+    """An entry of modules.json."""
+    return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
 
 
 def write(path, value):

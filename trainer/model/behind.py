@@ -4,8 +4,9 @@ Legend: S spans, D embedding size.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError
 from declutr.common.hub import hub_or_cache
 from declutr.common.storage import read_json, read_record, write_json
@@ -30,6 +32,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 """Errors that the libraries raise for files that are damaged, cut short, or of another model."""
 _MOST_FEATURES = 2**31
+_SHOWN_CHARACTERS = 40
+_DENSE = ("in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
+    "use_residual")  # fmt: skip
 
 
 class Normalize(nn.Module):
@@ -101,6 +106,30 @@ def _write_dense(folder: Path, layer: Dense) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+def kind_of(name: str) -> str:
+    """The name of a class of sentence-transformers without its modules, which differ by version; others as they are."""
+    package, _, _ = name.partition(".")
+    return name.rpartition(".")[2] if package == "sentence_transformers" else name
+
+
+def unread(where: str, settings: Mapping[str, Any], known: Mapping[str, Sequence[Any]]) -> None:
+    """Names the settings of a file that change nothing here.
+
+    Args:
+        where: the file.
+        settings: its content.
+        known: keys that are read, each with the values at which a key that is not read makes no difference.
+    """
+    keys = [key for key, value in settings.items() if key not in known or (known[key] and value not in known[key])]
+    if keys:
+        _warn_of_keys(where, ", ".join(f"{key} = {str(settings[key])[:_SHOWN_CHARACTERS]}" for key in sorted(keys)))
+
+
+@cache  # a folder is read several times
+def _warn_of_keys(where: str, keys: str) -> None:
+    get_logger().warning("%s: not read: %s", where, keys)
+
+
 @dataclass(frozen=True)
 class ModuleFiles:
     """The modules that the files of a sentence-transformers folder, or of a name at the hub, describe.
@@ -114,13 +143,16 @@ class ModuleFiles:
     def modules(self) -> list[tuple[str, str]] | None:
         """Kind and folder of each module of modules.json, in order; None without that file.
 
+        A kind is the class's name in sentence-transformers, or the whole name of a class of another package: code that
+        comes with a model may have any name.
+
         Raises:
             DamagedError: it is not JSON of that form, or names a folder outside.
         """
         entries = self.settings("modules.json", list[dict[str, Any]])
         if entries is None:
             return None
-        modules = [(str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", ""))) for entry in entries]
+        modules = [(kind_of(str(entry.get("type", ""))), str(entry.get("path", ""))) for entry in entries]
         if outside := [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]:
             raise DamagedError(f"modules.json names {outside[0]}, which is outside of the encoder's folder")
         return modules
@@ -146,6 +178,7 @@ class ModuleFiles:
             raise DamagedError(
                 f"{folder}/config.json or {folder}/model.safetensors is missing; the folder is incomplete"
             )
+        unread(str(self.find(f"{folder}/config.json")), settings, dict.fromkeys(_DENSE, ()))
         activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
         plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
         plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")

@@ -105,6 +105,23 @@ def check_config(values: Mapping[str, Any]) -> None:
             raise DamagedError(f"config.json: {key} = {value} must be at least 1")
 
 
+def check_code(file: str, values: Mapping[str, Any], remedy: str) -> None:
+    """Refuses files that name Python code of their own, where the user has not said that it may run.
+
+    transformers computes a class of the library instead, without a word, if it has one of that type.
+
+    Args:
+        file: config.json or tokenizer_config.json.
+        values: its content.
+        remedy: what to write to run the code.
+
+    Raises:
+        DamagedError: `auto_map` names code.
+    """
+    if values.get("auto_map"):
+        raise DamagedError(f"{file} names Python code of its own (auto_map), which is not run; to trust it, {remedy}")
+
+
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Values with the key above them."""
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ from declutr.common.errors import EncoderError, suggest
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.model.bounds import check_config, check_folder
+from declutr.trainer.model.bounds import check_code, check_config, check_folder
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import NEVER
 from declutr.trainer.torch_private import raise_recompile_limit
@@ -155,7 +155,9 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         with _source(config.pretrained) as source:
             if expand(source).is_dir():
                 check_folder(expand(source))
-            check_config(PretrainedConfig.get_config_dict(source)[0])
+            check_config(settings := PretrainedConfig.get_config_dict(source)[0])
+            if not config.trust_remote_code:
+                check_code("config.json", settings, "set encoder.trust_remote_code=true")
             hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     else:
         assert config.from_config is not None

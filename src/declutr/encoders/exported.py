@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.encoders.protocol import MOST_PROMPT, texts_of
+from declutr.encoders.protocol import MOST_PROMPT, check_vocabulary, texts_of
 from declutr.trainer.model.behind import ModuleFiles
+from declutr.trainer.model.behind import kind_of as module_kind
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
@@ -153,11 +154,7 @@ class StaticEncoder:
             raise EncoderError(f"{files[0]}: is missing or damaged, or holds no {WEIGHT} ({error!r})") from error
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{files[1]}: is missing or damaged ({error})") from error
-        if table.ndim != 2 or len(table) < self._tokenizer.get_vocab_size():
-            raise EncoderError(
-                f"{folder}: its table has {len(table):,} rows, its tokenizer {self._tokenizer.get_vocab_size():,} "
-                "tokens; its files belong to different encoders"
-            )
+        check_vocabulary(str(folder), self._tokenizer.get_vocab(), len(table) if table.ndim == 2 else 0)
         self._table, self.size = table, table.shape[1]
         self._unit = kinds[-1] == "Normalize"
         self.fingerprint = hash_json(["static", self._unit, *map(hash_file, files)])
@@ -183,7 +180,7 @@ def kind_of(folder: Path) -> type[OnnxEncoder] | type[StaticEncoder] | None:
     if (folder / SETTINGS).is_file():
         return OnnxEncoder
     try:
-        static = str(read_json(folder / "modules.json")[0]["type"]).endswith(f".{MODULE}")
+        static = module_kind(str(read_json(folder / "modules.json")[0]["type"])) == MODULE
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return StaticEncoder if static else None

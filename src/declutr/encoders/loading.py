@@ -18,7 +18,15 @@ from declutr.common.storage import read_json
 from declutr.common.yamlfile import read_yaml_file
 from declutr.encoders import exported
 from declutr.encoders.pretrained import load_pretrained, load_run
-from declutr.encoders.protocol import AnyPrecision, EncoderChoice, LongTexts, Pooling, SentenceEncoder, no_encoder
+from declutr.encoders.protocol import (
+    AnyPrecision,
+    CutEncoder,
+    EncoderChoice,
+    LongTexts,
+    Pooling,
+    SentenceEncoder,
+    no_encoder,
+)
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
@@ -122,7 +130,7 @@ def load_encoder(
     if device == "cpu":
         for module in (encoder, after):
             pack_linears(module)  # torch's own products, by MKL, take twice as long on an AMD EPYC
-    return TransformerEncoder(
+    whole = TransformerEncoder(
         name=name,
         encoder=encoder.to(device),
         tokenizer=tokenizer,
@@ -137,6 +145,7 @@ def load_encoder(
         chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,
         pretrained=start_of(path),
     )
+    return CutEncoder(whole, recipe.cut) if recipe and recipe.cut and recipe.cut < whole.size else whole
 
 
 def start_of(path: Path) -> str:

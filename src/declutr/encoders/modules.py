@@ -17,7 +17,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_problem
 from declutr.encoders.protocol import MOST_PROMPT, Pooling, missing, near
-from declutr.trainer.model.behind import Dense, ModuleFiles, modules_of
+from declutr.trainer.model.behind import Dense, ModuleFiles, modules_of, unread
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -27,6 +27,19 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_POOLING = ("word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt")
+_OPTIONS = {
+    **dict.fromkeys(("__version__", "model_type", "prompts", "default_prompt_name", "truncate_dim"), ()),
+    "similarity_fn_name": (None, "cosine"),  # embeddings are compared by their cosine here
+}
+"""Keys of config_sentence_transformers.json that are read, and the values of others with which nothing differs."""
+_TRANSFORMER = {
+    **dict.fromkeys(("max_seq_length", "do_lower_case", "unpad_inputs"), ()),
+    "transformer_task": ("feature-extraction",),
+    "module_output_name": ("token_embeddings",),
+    "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
+}
+"""The same for sentence_bert_config.json."""
 _ROLES = ("query", "document", "passage", "corpus")
 """Names of prompts that sentence-transformers puts before queries or documents alone."""
 _SHOWN_CHARACTERS = 40
@@ -45,6 +58,8 @@ class Recipe:
     """Dense layers and normalisation, in order."""
     size: int | None
     """Numbers in an embedding; None: the transformer's."""
+    cut: int | None = None
+    """Numbers to which embeddings are cut (truncate_dim); None: all."""
     max_tokens: int | None = None
     """Length to which texts are cut; None: the transformer's limit."""
     lower_case: bool = False
@@ -88,6 +103,11 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
             f"{name}: modules.json lists {len(modules):,} modules; at most {_MOST_MODULES} are supported"
         )
     kinds = [kind for kind, _ in modules]
+    if own := [kind for kind in kinds if "." in kind]:
+        raise EncoderError(
+            f"{name}: its module {own[0]} is Python code of its own, which runs in sentence-transformers alone "
+            "(SentenceTransformer(NAME, trust_remote_code=True)); take another encoder"
+        )
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {"Dense", "Normalize", "Dropout"}:
         raise EncoderError(
             f"{name}: its modules are {', '.join(kinds)}; supported are a Transformer with Pooling, then Dense and "
@@ -104,6 +124,13 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
             )
     limits = files.settings(str(PurePosixPath(modules[0][1], "sentence_bert_config.json"))) or {}
     options = files.settings("config_sentence_transformers.json") or {}
+    unread(f"{name}: sentence_bert_config.json", limits, _TRANSFORMER)
+    unread(f"{name}: config_sentence_transformers.json", options, _OPTIONS)
+    cut = options.get("truncate_dim")
+    if cut is not None and not (type(cut) is int and cut >= 1):
+        raise EncoderError(
+            f"{name}: config_sentence_transformers.json has truncate_dim = {str(cut)[:40]}; it must be a number from 1"
+        )
     prompt, length = _prompt(name, options), limits.get("max_seq_length")
     if length is not None and not (type(length) is int and 1 <= length <= _MOST_TOKENS):
         raise EncoderError(
@@ -113,6 +140,7 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
     pooled = files.settings(f"{modules[1][1]}/config.json")
     if pooled is None:
         raise DamagedError(f"{modules[1][1]}/config.json is missing; the folder is incomplete")
+    unread(f"{name}: {modules[1][1]}/config.json", pooled, dict.fromkeys((*_POOLING, *_FLAGS), ()))
     if prompt and not pooled.get("include_prompt", True):
         raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not supported")
     return Recipe(
@@ -120,6 +148,7 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
         pooling=pooling or _pooling(name, pooled),
         after=modules_of(steps),
         size=layers[-1].out_features if layers else None,
+        cut=cut,
         max_tokens=length,
         lower_case=bool(limits.get("do_lower_case")),
         prompt=prompt,
@@ -159,8 +188,8 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
         if kinds == [kind]:
             return kind  # type: ignore[no-any-return]
     raise EncoderError(
-        f"{name}: pooling {'+'.join(map(str, kinds))!r} is not one of {', '.join(get_args(Pooling))}; --pooling "
-        "overrides it"
+        f"{name}: pooling {'+'.join(map(str, kinds))!r} is not one of {', '.join(get_args(Pooling))}; another pooling "
+        "than that of its training gives other embeddings, so take another encoder"
     )
 
 

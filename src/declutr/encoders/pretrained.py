@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import normalizers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt
@@ -25,7 +26,7 @@ from declutr.common.storage import read_json
 from declutr.common.stores.address import child, is_remote
 from declutr.common.yamlfile import read_yaml_file
 from declutr.encoders.modules import Recipe, read_recipe
-from declutr.encoders.protocol import Pooling
+from declutr.encoders.protocol import Pooling, check_vocabulary
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.tokenizer.tokenization import sentencepiece_problem
 from declutr.trainer.build import build_encoder, build_objective
@@ -35,13 +36,21 @@ from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.model.behind import DAMAGE, modules_of
-from declutr.trainer.model.bounds import check_config, check_folder, check_size, check_steps, check_tokenizer
+from declutr.trainer.model.bounds import (
+    check_code,
+    check_config,
+    check_folder,
+    check_size,
+    check_steps,
+    check_tokenizer,
+)
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_shapes
 from declutr.trainer.model.layouts import embedding_layout
 
 _POOLER = "pooler"
+_TRUST = "add --trust-remote-code"
 _WEIGHTS = (".safetensors", ".bin")
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
 """Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""
@@ -67,11 +76,21 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
     unused: tuple[str, ...] = ()
     folder = Path(name, recipe.subfolder if recipe else "")
     try:
-        check_config(PretrainedConfig.get_config_dict(name, **where)[0])
+        check_config(settings := PretrainedConfig.get_config_dict(name, **where)[0])
         if local:
             check_tokenizer(folder)
+        if not trust_remote_code:
+            check_code("config.json", settings, _TRUST)
+            check_code("tokenizer_config.json", get_tokenizer_config(name, **where), _TRUST)
         config = AutoConfig.from_pretrained(name, **where, **trust)
         tokenizer = AutoTokenizer.from_pretrained(name, **where, **trust)
+        if config.is_encoder_decoder:  # AutoModel would build the decoder, which sentence-transformers leaves out
+            raise EncoderError(f"{name}: model type {config.model_type} has a decoder; take an encoder alone")
+        if local and not any((folder / file).is_file() for file in _files_of(tokenizer)):
+            raise EncoderError(
+                f"{name}: holds no file of a tokenizer ({', '.join(_files_of(tokenizer))}), and to an empty one all "
+                "texts are equal; copy them from the encoder that it was made from"
+            )
         check_steps(json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {})
         if seed is None:
             if local:
@@ -95,6 +114,7 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
     except Exception as error:  # transformers and tokenizers raise any kind for files that they did not write
         broken = (broken_file(folder) or sentencepiece_problem(folder)) if local else ""
         raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or explain(error)}") from error
+    check_vocabulary(name, tokenizer.get_vocab(), model.get_input_embeddings().num_embeddings)
     if recipe and recipe.lower_case:
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
@@ -112,6 +132,11 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         ) from error
     encoder.set_layout(encoder.config.model_copy(update={"layout": layout}))
     return encoder, tokenizer, recipe, unused
+
+
+def _files_of(tokenizer: Any) -> list[str]:
+    """Names of the files, of which one holds the vocabulary of a tokenizer of this class."""
+    return sorted({*tokenizer.vocab_files_names.values(), "tokenizer.json", "tokenizer.model"})
 
 
 def _lower_case(tokenizer: Any) -> None:

@@ -1,6 +1,6 @@
 """Interface of every sentence encoder, its cuts to smaller sizes, and the settings by which one is chosen; no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,7 +13,7 @@ from declutr.common.config import Strict
 from declutr.common.errors import EncoderError, suggest
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand
-from declutr.common.storage import hash_json
+from declutr.common.storage import hash_json, read_json
 
 Precision = Literal["fp32", "bf16"]
 
@@ -37,6 +37,7 @@ class SentenceEncoder(Protocol):
         """Return embeddings `(len(texts), size)` in the order of the texts; TypeError for one text alone."""
 
 
+_SHOWN_CHARACTERS = 40
 MOST_PROMPT = 16_384
 """Most characters that may be put before every text."""
 
@@ -93,12 +94,43 @@ def near(name: str) -> str:
 _ENCODER_FILES = "config.json", "modules.json", "declutr_onnx.json"
 
 
+def _is_module(folder: Path, above: Path) -> bool:
+    """True if modules.json above the folder lists it, and not as the transformer, which is an encoder alone."""
+    try:
+        modules = {str(module["path"]): str(module["type"]) for module in read_json(above / "modules.json")}
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return folder.name in modules and not modules[folder.name].endswith(".Transformer")
+
+
 def no_encoder(folder: Path) -> str | None:
     """The problem of an existing folder without the files of an encoder; None if it has one of them."""
+    above = folder.absolute().parent
+    if (folder / "config.json").is_file() and (above / "modules.json").is_file() and _is_module(folder, above):
+        return f"{folder} is one module of an encoder; name the folder above it: {above}"
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
     shards = "holds prepared shards, not an encoder" if (folder / "manifest.json").is_file() else "is no encoder"
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
+
+
+def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int) -> None:
+    """Compares a tokenizer with the table of embeddings that its ids are looked up in.
+
+    Args:
+        name: of the encoder.
+        vocabulary: ids by token, added ones included.
+        rows: of the table.
+
+    Raises:
+        EncoderError: an id is beyond the table.
+    """
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= rows:
+        raise EncoderError(
+            f"{name}: its tokenizer gives {token[:_SHOWN_CHARACTERS]!r} the id {largest:,}, and its table of "
+            f"embeddings has {rows:,} rows; its files belong to different encoders"
+        )
 
 
 Pooling = Literal["mean", "cls", "max", "mean_without_cls"]

@@ -14,7 +14,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, grouped, pai
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json, write_text
-from declutr.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.encoders.protocol import CutEncoder, SentenceEncoder, unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
@@ -107,9 +107,10 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
 
     A text that is longer than the encoder reads has several windows; others have one.
     """
-    if isinstance(encoder, TransformerEncoder):
-        rows, owners = encoder.windows(texts)
-        embeddings = encoder.embed_ids(rows)
+    whole = encoder.whole if isinstance(encoder, CutEncoder) else encoder
+    if isinstance(whole, TransformerEncoder):
+        rows, owners = whole.windows(texts)
+        embeddings = whole.embed_ids(rows)[:, : encoder.size]
     else:
         embeddings, owners = encoder.encode(texts), np.arange(len(texts))
     return unit_rows(embeddings), owners
