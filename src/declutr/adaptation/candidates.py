@@ -101,6 +101,12 @@ class CandidateBuilder:
         """Loads a candidate that exists."""
         return load_transformer(self.place(name), self.config.trust_remote_code)
 
+    def keep_closed(self, start: TransformerEncoder, sums: "WithinSums") -> None:
+        """Writes the closed form of these sums unless it exists."""
+        if not self.place(CLOSED).is_dir():
+            with atomic_folder(self.place(CLOSED)) as aside:
+                write_whitened(start, sums, aside)
+
     def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
         """Makes a candidate unless it exists."""
         place, trust = self.place(name), self.config.trust_remote_code
@@ -272,8 +278,8 @@ def write_whitened(encoder: TransformerEncoder, sums: WithinSums, folder: Path) 
     write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
 
 
-def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values, Values]:
-    """Values of the start and of the closed form, each document scored by a fit without it.
+def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values, Values, WithinSums]:
+    """Values of the start and of the closed form, each document scored by a fit without it; and the sums of all.
 
     A document's passages search among those of the documents of its fold, for both encoders.
 
@@ -295,7 +301,7 @@ def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values,
         for values, fold_rows in ((before, rows[inside]), (after, rows[inside] @ matrix)):
             unit = unit_rows(fold_rows)
             values[fold_documents] = part.distant((unit @ unit.T).astype(np.float32))
-    return {DISTANT: before}, {DISTANT: after}
+    return {DISTANT: before}, {DISTANT: after}, WithinSums.of(rows, passages.owners)
 
 
 def _of_documents(passages: Passages, documents: np.ndarray) -> Passages:

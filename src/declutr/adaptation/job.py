@@ -43,6 +43,7 @@ _TIMED_PASSAGES = 512
 _ANSWERS = 240
 """Different answers of which both halves have 100 in 99% of the draws."""
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
+_FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
 
 
 def adapt(
@@ -173,13 +174,15 @@ class _Adaptation:
             )
             for split, split_documents in documents.items()
         }
-        test = sets["test"]
-        if test.num_rows < MIN_ROWS:
+        if sets["test"].num_rows < MIN_ROWS:
             return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
-        development = self._development(sets["development"])
-        candidates = [name for name in ORDER if name in development]  # not the start: the verdict alone says "better"
-        chosen = choose(candidates, development, self.primary, self.config.seed)
-        return self._judged(test, candidates, chosen)
+        return self._chosen_and_judged(sets["development"], sets["test"])
+
+    def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
+        """Chooses a candidate by development rows alone, and judges it by test rows alone."""
+        scored = self._development(development)
+        candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
+        return self._judged(test, candidates, choose(candidates, scored, self.primary, self.config.seed))
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
@@ -264,14 +267,14 @@ class _Adaptation:
         if scorable < 10:
             nothing = Comparison(math.nan, math.nan, scorable, None)
             return self._finish(Verdict("too few documents to tell", nothing), CLOSED, None, [], 1, [])
-        start, values = cross_fitted(passages, self.start)
+        start, values, sums = cross_fitted(passages, self.start)
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
-        self.builder.make(CLOSED, self.start, 0)
+        # The fit whose five parts were judged, with the documents that each part left out.
+        self.builder.keep_closed(self.start, sums)
         verdict = judge(start, values, DISTANT, seed)
-        encoder = self.builder.load(CLOSED)  # fitted on the training split, not on a fold
-        return self._finish(verdict, CLOSED, encoder, rows, looks, [])
+        return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [], _FITS)
 
     def _finish(
         self,
@@ -281,8 +284,9 @@ class _Adaptation:
         rows: list[Row],
         looks: int,
         examples: list[SearchExample],
+        fits: str = "",
     ) -> Result:
-        """Writes the result, the page and, if it is better, the encoder."""
+        """Writes the result, the page and, if it is better, the encoder; `fits` says how far it is the judged one."""
         stsb, general = self._general(encoder)
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
@@ -290,7 +294,7 @@ class _Adaptation:
         kept, steps = load_manifest(self.output / "data").totals["kept"], self.state.steps or 0
         result = Result(
             verdict=verdict,
-            sentence=f"{verdict.sentence(self.rows)} ({chosen}; {self.primary} recall@1)",
+            sentence=f"{verdict.sentence(self.rows)} ({chosen}; {self.primary} recall@1{fits})",
             chosen=chosen,
             primary=self.primary,
             rows=rows,

@@ -7,6 +7,7 @@ Legend: N rows, K values a row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ have the probability 2 * 0.5^n, and 6 are the first below 5% (0.03); the bootstr
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
 _DRAWS = 50  # made at once
+_CACHED_ROWS = 2_000
+"""Most rows whose draws stay in memory, 32 MB."""
 
 
 def mean(values: F64) -> float:
@@ -141,12 +144,25 @@ def paired_interval(before: F64, after: F64, seed: int, statistic: Statistic = m
         seed: of the draws.
         statistic: the score of rows of values.
     """
-    count = len(before)
     differences = []
     for first in range(0, _RESAMPLES, _DRAWS):
-        draws = np.arange(first, min(first + _DRAWS, _RESAMPLES), dtype=np.uint64)
-        words = seeding.words(seed, "paired bootstrap", draws, np.zeros_like(draws), count)
-        drawn = (seeding.unit(words) * count).astype(np.int64)
-        differences += [statistic(after[rows]) - statistic(before[rows]) for rows in drawn]
+        drawn = (_drawn_once if len(before) <= _CACHED_ROWS else _drawn)(seed, len(before), first)
+        if statistic is mean:  # the same bits as row by row, a hundred times as fast
+            differences += list(after[drawn].mean(axis=1) - before[drawn].mean(axis=1))
+        elif statistic is share:
+            sums = [values[:, column][drawn].sum(axis=1) for values in (after, before) for column in (0, 1)]
+            differences += list(sums[0] / sums[1] - sums[2] / sums[3])
+        else:
+            differences += [statistic(after[rows]) - statistic(before[rows]) for rows in drawn]
     low, high = np.quantile(differences, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
     return float(low), float(high)
+
+
+def _drawn(seed: int, count: int, first: int) -> NDArray[np.int64]:
+    """`(50, count)` numbers of rows of the draws from this one on."""
+    draws = np.arange(first, min(first + _DRAWS, _RESAMPLES), dtype=np.uint64)
+    words = seeding.words(seed, "paired bootstrap", draws, np.zeros_like(draws), count)
+    return (seeding.unit(words) * count).astype(np.int64)
+
+
+_drawn_once = lru_cache(2 * _RESAMPLES // _DRAWS)(_drawn)  # several candidates are compared on the same rows
