@@ -112,15 +112,17 @@ def kind_of(name: str) -> str:
     return name.rpartition(".")[2] if package == "sentence_transformers" else name
 
 
-def unread(where: str, settings: Mapping[str, Any], known: Mapping[str, Sequence[Any]]) -> None:
+def unread(where: str, settings: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]]) -> None:
     """Names the settings of a file that change nothing here.
 
     Args:
         where: the file.
         settings: its content.
-        known: keys that are read, each with the values at which a key that is not read makes no difference.
+        neutral: keys that are read, without values; others with the values at which they make no difference.
     """
-    keys = [key for key, value in settings.items() if key not in known or (known[key] and value not in known[key])]
+    keys = [
+        key for key, value in settings.items() if key not in neutral or (neutral[key] and value not in neutral[key])
+    ]
     if keys:
         _warn_of_keys(where, ", ".join(f"{key} = {str(settings[key])[:_SHOWN_CHARACTERS]}" for key in sorted(keys)))
 
