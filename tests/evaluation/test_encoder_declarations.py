@@ -10,6 +10,7 @@ from messages import all_of, says
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from declutr.adaptation.candidates import load_transformer
 from declutr.common.errors import EncoderError
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.compare import embed_windows
@@ -128,6 +129,12 @@ def test_truncate_dim_cuts_embeddings_as_sentence_transformers_does(tmp_path, af
     windows, owners = embed_windows(encoder, TEXTS)
     assert windows.shape[1] == encoder.size
     assert len(owners) > len(TEXTS), "a long text has windows"
+
+
+def test_an_encoder_that_cuts_its_embeddings_is_not_adapted(tmp_path):
+    folder = encoder_folder(tmp_path / "encoder", truncate_dim=8)
+    with pytest.raises(EncoderError, match=all_of("truncate_dim = 8", "remove it")):
+        load_transformer(str(folder))
 
 
 def test_settings_that_change_nothing_here_are_named_once(folder, log):

@@ -24,7 +24,7 @@ from declutr.common.console.logs import bar
 from declutr.common.errors import EncoderError, UsageError
 from declutr.common.storage import atomic_folder
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import unit_rows
+from declutr.encoders.protocol import CutEncoder, unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.trainer.checkpoints.state import EXPORT
@@ -62,6 +62,11 @@ def load_transformer(name: str | Path, trust_remote_code: bool = False) -> Trans
         EncoderError: it cannot be loaded, or is no transformer.
     """
     encoder = load_encoder(str(name), trust_remote_code=trust_remote_code)
+    if isinstance(encoder, CutEncoder):
+        raise EncoderError(
+            f"{name}: truncate_dim = {encoder.size} cuts its embeddings behind all layers, where an adaptation adds one; "
+            "remove it from config_sentence_transformers.json"
+        )
     if not isinstance(encoder, TransformerEncoder):
         raise EncoderError(f"{name}: only a transformer can be adapted")
     return encoder
