@@ -64,8 +64,8 @@ def load_transformer(name: str | Path, trust_remote_code: bool = False) -> Trans
     encoder = load_encoder(str(name), trust_remote_code=trust_remote_code)
     if isinstance(encoder, CutEncoder):
         raise EncoderError(
-            f"{name}: truncate_dim = {encoder.size} cuts its embeddings behind all layers, where an adaptation adds one; "
-            "remove it from config_sentence_transformers.json"
+            f"{name}: truncate_dim = {encoder.size} cuts its embeddings behind all layers, and an adaptation adds "
+            "a layer; remove it from config_sentence_transformers.json"
         )
     if not isinstance(encoder, TransformerEncoder):
         raise EncoderError(f"{name}: only a transformer can be adapted")
