@@ -116,8 +116,7 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
-            reporting = len(set(pairs.answers[pairs.places("test", config.seed)].tolist()))
-            if reporting < MIN_ROWS:
+            if (reporting := pairs.half("test", config.seed).num_answers) < MIN_ROWS:
                 problems.append(
                     f"--pairs {config.pairs}: {reporting} different answers are left for the test, which needs "
                     f"{MIN_ROWS}, and queries with an answer in common count once; give queries of {_ANSWERS} answers "

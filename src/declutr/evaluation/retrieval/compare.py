@@ -185,7 +185,7 @@ def write_comparison(
         }
         for name, by_measure in comparisons.items()
     }
-    counts = {"queries": len(test.queries), "answers": len(set(test.answers.tolist())), "texts": len(test.texts)}
+    counts = {"queries": len(test.queries), "answers": test.num_answers, "texts": len(test.texts)}
     write_json(folder / "pairs.json", counts | {"scores": facts, "differences": differ})
     write_text(folder / "pairs.md", text + "\n")
     return text
@@ -197,10 +197,9 @@ def _table(
     encoders: Sequence[str],
     comparisons: dict[str, dict[str, Comparison]],
 ) -> Iterator[str]:
-    answers = len(set(test.answers.tolist()))
-    counts = f"{len(test.queries):,} queries with {answers:,} different answers, {len(test.texts):,} texts"
+    counts = f"{len(test.queries):,} queries with {test.num_answers:,} different answers, {len(test.texts):,} texts"
     yield f"{counts}; percent with 95% intervals over answers\n"
-    if answers < MIN_ROWS:
+    if test.num_answers < MIN_ROWS:
         yield f"fewer than {MIN_ROWS} different answers: no intervals\n"
     yield f"| | {' | '.join(MEASURES)} |"
     yield f"| --- |{' ---: |' * len(MEASURES)}"

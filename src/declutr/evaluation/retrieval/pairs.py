@@ -55,6 +55,11 @@ class RetrievalTest:
         answers: NDArray[np.int64] = np.unique(components, return_inverse=True)[1]
         return answers
 
+    @property
+    def num_answers(self) -> int:
+        """Number of different answers."""
+        return int(self.answers.max(initial=-1)) + 1
+
     def half(self, which: Half, seed: int) -> "RetrievalTest":
         """The queries that choose (development), or those that report (test)."""
         places = self.places(which, seed).tolist()
