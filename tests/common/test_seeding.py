@@ -10,7 +10,16 @@ from messages import says
 from scipy.stats import spearmanr
 
 from declutr.common import seeding
-from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, mean, paired_interval, spearman
+from declutr.common.bootstrap import (
+    MIN_ROWS,
+    Comparison,
+    compare,
+    item_errors,
+    mean,
+    paired_interval,
+    spearman,
+    spearman_influence,
+)
 from declutr.trainer.objectives.declutr.validator import DISTANT
 
 
@@ -144,6 +153,21 @@ def test_spearman_is_that_of_scipy_and_its_rows_are_drawn_in_pairs():
     assert found.measurable
     assert found.difference == pytest.approx(spearman(after) - spearman(before))
     assert found.interval[0] < found.difference < found.interval[1]
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_errors_of_items_are_those_of_drawing_items_anew(scale):
+    """The standard error of a difference of Spearman correlations with tied gold scores, and of a mean."""
+    gold = np.arange(600) % 6
+    rng = np.random.default_rng(0)
+    values = [np.stack([gold + noise * rng.normal(size=600), gold], axis=1) for noise in (scale, 1.0)]
+    errors = np.subtract(*(item_errors(spearman_influence(side), 1) for side in values))
+    drawn = [rng.integers(0, 600, 600) for _ in range(1000)]
+    wanted = np.std([spearman(values[0][rows]) - spearman(values[1][rows]) for rows in drawn])
+    assert np.sqrt(errors @ errors) == pytest.approx(wanted, rel=0.08)
+    right = (gold < 2).astype(float)
+    assert np.square(item_errors(right, 100)).sum() == pytest.approx(100**2 * right.var() / 599)
+    assert not spearman_influence(np.zeros((4, 2))).any()
 
 
 @pytest.mark.parametrize(("rows", "some"), [(MIN_ROWS - 1, False), (MIN_ROWS, True)])

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from declutr.cli.main import main
 from declutr.common.errors import EncoderError
+from declutr.common.storage import hash_file, read_json
+from declutr.encoders.exported import SETTINGS
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
 from declutr.evaluation.export.job import MEASUREMENT
@@ -53,6 +55,12 @@ def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
     tokenizer.no_truncation()
     tokenizer.save(str(output / "tokenizer.json"))
     with pytest.raises(EncoderError, match=r"tokenizer.json"):
+        load_encoder(str(output))
+    tokenizer.add_tokens(["beyond"])
+    tokenizer.save(str(output / "tokenizer.json"))
+    settings = read_json(output / SETTINGS) | {"tokenizer": hash_file(output / "tokenizer.json")}
+    (output / SETTINGS).write_text(json.dumps(settings))
+    with pytest.raises(EncoderError, match="onnxruntime cannot compute it"):  # at once, before such a text comes
         load_encoder(str(output))
 
 

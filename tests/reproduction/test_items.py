@@ -8,6 +8,7 @@ from scipy import stats
 from transformers import AutoModel
 
 from declutr.cli.main import main
+from declutr.common.bootstrap import item_errors
 from declutr.common.config import flat_keys
 from declutr.common.errors import UsageError
 from declutr.reproduction import lower_layers
@@ -263,6 +264,23 @@ def test_labels_are_compared_as_by_a_paired_t_test_also_within_each_label_of_the
     assert row.p == pytest.approx(expected.pvalue)
     assert row.interval == pytest.approx((interval.low, interval.high))
     assert [compare_labels(CELLS, numbers(effect=effect))[0].measurable for effect in (20.0, 0.0)] == [True, False]
+
+
+def test_the_interval_holds_other_test_items_too():
+    """A difference seen with each seed alike is not measurable if it rests on few questions."""
+    column = numbers(effect=1.0)
+    answers = np.random.default_rng(1).random((2, 50)) < np.array([[0.5], [0.52]])
+    errors = [item_errors(side.astype(float), 100).tolist() for side in answers]
+    items = {name: dict.fromkeys(range(5), errors[cell["terms"] == "both"]) for name, cell in CELLS.items()}
+    alone, both = compare_labels(CELLS, column)[0], compare_labels(CELLS, column, (), items)[0]
+    assert (alone.items, both.items, both.difference) == (0, 50, alone.difference)
+    widths = [row.interval[1] - row.interval[0] for row in (alone, both)]
+    of_items = np.sqrt(np.square(np.subtract(*errors)).sum())
+    assert widths[1] > 2 * 1.9 * of_items > widths[0]
+    assert both.p > alone.p
+    assert difference_row(both).endswith("| 50 |")
+    del items["mlm, half"][2]
+    assert compare_labels(CELLS, column, (), items)[0] == alone, "a run without items: seeds alone"
 
 
 def test_only_seeds_and_combinations_that_both_labels_have_are_compared():

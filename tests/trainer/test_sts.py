@@ -185,7 +185,7 @@ def state(start, rows, score="mrr"):
 
 def verdict(told, **changes):
     config = runs.least_config(**changes)
-    return verdict_of(bool(config.validation.every_steps), config.seed, told)
+    return verdict_of(6 if config.validation.every_steps else 0, config.seed, told)
 
 
 def test_a_verdict_names_start_export_difference_rows_and_interval():
@@ -193,7 +193,8 @@ def test_a_verdict_names_start_export_difference_rows_and_interval():
     found = verdict(state(worse.tolist(), better.tolist()))
     assert (found["start"], found["exported"], found["rows"]) == (pytest.approx(0.4), pytest.approx(0.6), 150)
     assert found["measurable"]
-    says(found["sentence"], "mrr", "0.4000 at the start", "0.6000 exported", "+0.2000", "95%")
+    says(found["sentence"], "mrr", "0.4000 at the start", "0.6000 exported", "+0.2000", "95%", "scored 6 times")
+    assert found["looks"] == 6
     equal = verdict(state(worse.tolist(), worse[::-1].tolist()))
     assert (equal["rows"], equal["measurable"]) == (150, False)
     few = verdict(state([0.1] * 99, [0.2] * 99))

@@ -17,6 +17,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, RunState, read_settings
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.driver.model_card import CARD, model_card, without_paths
+from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.model.behind import steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens, silence
@@ -59,7 +60,9 @@ def export(plan: RunPlan) -> Path:
         objective = build_objective(plan.tasks[""], encoder, plan.manifest.short_documents)
         if layers := objective.exported():
             load_objective(path, objective)
-        verdict = verdict_of(bool(config.validation.every_steps), config.seed, state)
+        every_steps = steps_between(config.validation.every_steps, plan.total_steps)
+        looks = 1 + -(-plan.total_steps // every_steps) if every_steps else 0
+        verdict = verdict_of(looks, config.seed, state)
         steps = [*steps_of(encoder.behind), *layers]
         write_steps(aside, steps)
         write_text(aside / CARD, model_card(plan, state, verdict["sentence"], bool(steps)))
@@ -158,15 +161,20 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
     }
 
 
-def verdict_of(validates: bool, seed: int, state: RunState) -> dict[str, Any]:
+def verdict_of(looks: int, seed: int, state: RunState) -> dict[str, Any]:
     """The difference between the start of a run and a checkpoint, for the summary, the model card and the last line.
+
+    Args:
+        looks: validations of the whole run, the one of its start included; each scores the reporting rows.
+        seed: of the run, and so of the interval's draws.
+        state: of the exported checkpoint.
 
     Returns:
         `sentence`, and with values of both: `score`, `start`, `exported`, `difference`, `rows`, `interval` (95%, or
-        None with too few rows) and `measurable`.
+        None with too few rows), `measurable` and `looks`.
     """
     reported = state.reported
-    if not validates:
+    if not looks:
         return {"sentence": "not validated (validation.every_steps = 0)"}
     if reported is None:
         return {"sentence": "no score of held-out rows tells whether it is better than at the start"}
@@ -185,6 +193,7 @@ def verdict_of(validates: bool, seed: int, state: RunState) -> dict[str, Any]:
         "rows": comparison.rows,
         "interval": comparison.interval,
         "measurable": comparison.measurable,
+        "looks": looks,
         "sentence": f"{reported.score} {comparison.before:.4f} at the start, {comparison.after:.4f} exported: "
-        f"{comparison.sentence()}",
+        f"{comparison.sentence()}; these rows chose nothing and were scored {looks} times in this run",
     }

@@ -63,6 +63,35 @@ def _ranks(values: F64) -> F64:
     return (ends - (counts + 1) / 2)[group] - (len(values) - 1) / 2
 
 
+def item_errors(influence: F64, scale: float) -> F64:
+    """`(N,)` shares of test items in a score's error: the root of their squared sum is its standard error.
+
+    Those of two encoders on the same items may be subtracted, and averaged over runs, item by item.
+
+    Args:
+        influence: `(N,)` first-order effect of each item on the score, up to a constant.
+        scale: 100 for a score in percent.
+    """
+    count = len(influence)
+    errors: F64 = scale * (influence - influence.mean()) / np.sqrt(count * max(count - 1, 1))
+    return errors
+
+
+def spearman_influence(values: F64) -> F64:
+    """`(N,)` influence of each row of `(N, 2)` on their Spearman correlation (Croux and Dehon 2010, ties averaged)."""
+    first, second = (_ranks(column) / len(values) for column in values.T)
+    scale = first.std() * second.std()
+    moved = _mean_above(values[:, 0], second) + _mean_above(values[:, 1], first)
+    return (first * second + moved) / scale if scale else np.zeros(len(values))
+
+
+def _mean_above(values: F64, weights: F64) -> F64:
+    """Sum of the weights of rows with larger values, of equal ones half, over N: `(N,)`."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    sums = np.bincount(group, weights, len(counts))
+    return (np.cumsum(sums[::-1])[::-1] - sums / 2)[group] / len(values)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Scores of two encoders on the same rows."""

@@ -75,6 +75,8 @@ class OnnxEncoder:
             raise EncoderError(f"{folder}: tokenizer.json is not the one of its graph; export again")
         self.fingerprint = hash_json([*files, self.prompt])
         self._session = session_of(folder / GRAPH)
+        largest = max(self._tokenizer.get_vocab().values(), default=0)
+        self._embed([0], [[largest]])  # a graph shows no size of its table, but refuses an id beyond it: now, not later
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; 0 for a text without tokens."""

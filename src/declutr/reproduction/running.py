@@ -168,12 +168,13 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
             write_json(facts, trained)
         seconds = _train(run.config)
     began = time.monotonic()
-    scores, warnings = scorer.score(run)
+    scores, items, warnings = scorer.score(run)
     record = {
         "identity": identity(plan, run),
         "data": scorer.data,
         "marks": scorer.marks,
         "scores": scores,
+        "items": items,
         "warnings": warnings,
         "seconds": round(seconds + time.monotonic() - began, 1),
         "made": lasting_facts(),

@@ -2,7 +2,9 @@
 
 Runs that share a seed share documents, spans, masks and initial weights. The difference of two labels of an axis is
 taken seed by seed, as the mean over the combinations of the other axes' labels that both have: else the effects of
-those axes would count as the label's. With two axes it is also taken within each label of the other one.
+those axes would count as the label's. With two axes it is also taken within each label of the other one. Its interval
+holds two sources of chance, other seeds and other test items: their variances add, and Student's t has the degrees of
+freedom of their sum (Welch and Satterthwaite).
 """
 
 import sys
@@ -12,6 +14,8 @@ from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from declutr.common.cluster import SessionConfig
@@ -32,6 +36,9 @@ _ROUNDING = 1e-9  # of numbers in percent, as a share of their difference if it 
 
 Numbers = Mapping[str, Mapping[int, float]]
 """A column's numbers by cell and seed."""
+
+Items = Mapping[str, Mapping[int, Sequence[float]]]
+"""Errors of a column's test items (`bootstrap.item_errors`) by cell and seed; without those of runs that have none."""
 
 
 def say(line: str) -> None:
@@ -69,8 +76,8 @@ class Scorer:
         self.data = hash_json(files)
         """Hash of the tasks' files."""
 
-    def score(self, run: PlannedRun) -> tuple[dict[str, float], list[str]]:
-        """The numbers of a finished run by column, and the warnings of their scoring.
+    def score(self, run: PlannedRun) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
+        """The numbers of a finished run by column, the errors of their test items, and the warnings of their scoring.
 
         Raises:
             UsageError: a number is missing.
@@ -79,10 +86,13 @@ class Scorer:
         columns = self._plan.columns
         checkpoints = sorted({column.checkpoint for column in columns.values() if column.tasks})
         evaluated = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in checkpoints}
-        numbers = dict[str, float]()
+        numbers, items = dict[str, float](), dict[str, list[float]]()
         for name, column in sorted(columns.items(), key=lambda pair: bool(pair[1].mean_of)):  # of others: last
-            of_tasks = (number_of(task, column, evaluated[column.checkpoint]) for task in column.names)
-            numbers[name] = fmean((numbers[other] for other in column.mean_of) if column.mean_of else of_tasks)
+            of_tasks = [number_of(task, column, evaluated[column.checkpoint]) for task in column.names]
+            parts = [(numbers[other], items[other]) for other in column.mean_of] if column.mean_of else of_tasks
+            numbers[name] = fmean(number for number, _ in parts)
+            known = all(errors for _, errors in parts)
+            items[name] = [error / len(parts) for _, errors in parts for error in errors] if known else []
         of_data = {finding for task in self._tasks for finding in task.findings}  # the same for all encoders
         warnings = dict[str, None]()
         for scored in evaluated.values():
@@ -90,7 +100,7 @@ class Scorer:
             lines = [(find(result.task).label, line) for result in results for line in result.warnings]
             warnings |= dict.fromkeys(scored.warnings)
             warnings |= {f"{label}: {line}": None for label, line in lines if line not in of_data}
-        return {name: numbers[name] for name in columns}, list(warnings)
+        return {name: numbers[name] for name in columns}, items, list(warnings)
 
     def _evaluate(self, run: PlannedRun, checkpoint: str) -> Evaluated:
         name, pooling = (run.encoder.name, run.encoder.pooling) if run.encoder else (str(run.folder / "run"), None)
@@ -107,8 +117,8 @@ class Scorer:
         return evaluate(model, tasks, self._choice, run.folder / "senteval", session, say)
 
 
-def number_of(task: str, column: Column, evaluated: Evaluated) -> float:
-    """The number of a task, in percent.
+def number_of(task: str, column: Column, evaluated: Evaluated) -> tuple[float, Sequence[float]]:
+    """The number of a task, in percent, and the errors of its test items; none of a dev number, F1 or recall.
 
     Raises:
         UsageError: it is missing.
@@ -119,8 +129,12 @@ def number_of(task: str, column: Column, evaluated: Evaluated) -> float:
         raise UsageError(f"{evaluated.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
     result = report.results[task]
     if protocol is None:
-        return 100 * result.scores[f"spearman.{column.number.replace('all_dev', 'all').replace('dev', 'mean')}"]
-    return result.dev_headline if column.number in ("dev", "all_dev") else result.headline
+        name = f"spearman.{column.number.replace('all_dev', 'all').replace('dev', 'mean')}"
+        return 100 * result.scores[name], result.items.get(name, ())
+    if column.number in ("dev", "all_dev"):
+        return result.dev_headline, ()
+    shown = {"spearman", "acc"} & result.items.keys() if "f1" not in result.scores else ()
+    return result.headline, next((result.items[name] for name in shown), ())
 
 
 def _protocol(task: str, column: Column) -> Protocol | None:
@@ -151,7 +165,9 @@ class Difference:
     interval: tuple[float, float] | None = None
     """95% interval of the mean difference; None with one seed, or if nothing varies but by rounding."""
     p: float | None = None
-    """Probability of such a difference if there is none (two-sided paired t-test); None where the interval is."""
+    """Probability of such a difference if there is none (two-sided); None where the interval is."""
+    items: int = 0
+    """Number of test items whose choice the interval holds; 0: it holds seeds alone."""
 
     @property
     def measurable(self) -> bool:
@@ -160,7 +176,10 @@ class Difference:
 
 
 def compare_labels(
-    cells: Mapping[str, Mapping[str, str]], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()
+    cells: Mapping[str, Mapping[str, str]],
+    numbers: Numbers,
+    pairs: Sequence[tuple[str, str]] = (),
+    items: Items | None = None,
 ) -> list[Difference]:
     """Each label of each axis against the first label of its axis, or the axis' pairs, and then against the start.
 
@@ -170,6 +189,7 @@ def compare_labels(
         cells: label by axis of each cell, by its name; the start has no labels.
         numbers: the column's numbers of finished runs.
         pairs: labels to compare, the first one against the second, in place of an axis' others against its first.
+        items: errors of the column's test items.
     """
     differences = []
     starts, trained = {name for name in cells if not cells[name]}, {name: own for name, own in cells.items() if own}
@@ -192,8 +212,9 @@ def compare_labels(
             twins = {name: twin for name, twin in twins.items() if twin}
             ours, theirs = _by_seed(twins, numbers), _by_seed({*twins.values()}, numbers)
             if seeds := sorted(ours.keys() & theirs.keys()):  # pairs: seeds differ more than labels
-                values = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
-                differences.append(_compare((axis, label, base, within), *values))
+                gains = [ours[seed] - theirs[seed] for seed in seeds]
+                errors = _item_errors(twins, seeds, items or {})
+                differences.append(_compare((axis, label, base, within), gains, errors))
     return differences
 
 
@@ -204,17 +225,33 @@ def _by_seed(names: Iterable[str | None], numbers: Numbers) -> dict[int, float]:
     return {seed: fmean(column[seed] for column in columns) for seed in seeds if all(seed in c for c in columns)}
 
 
-def _compare(sides: tuple[str, str, str, str], ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    gains = [our - their for our, their in zip(ours, theirs, strict=True)]
+def _item_errors(twins: Mapping[str, str | None], seeds: Iterable[int], items: Items) -> NDArray[np.float64]:
+    """Errors of the test items in the mean difference of these pairs of cells; empty if a run has none."""
+    known = [
+        (items.get(ours, {}).get(seed, ()), items.get(theirs or "", {}).get(seed, ()))
+        for ours, theirs in twins.items()
+        for seed in seeds
+    ]
+    if not all(len(ours) == len(theirs) > 0 for ours, theirs in known):
+        return np.empty(0)
+    mean: NDArray[np.float64] = np.mean([np.subtract(*pair) for pair in known], axis=0)  # the same items in all runs
+    return mean
+
+
+def _compare(sides: tuple[str, str, str, str], gains: Sequence[float], errors: NDArray[np.float64]) -> Difference:
     mean, count = fmean(gains), len(gains)
     if count < 2:
         return Difference(*sides, count, mean)
     spread = stdev(gains)
-    if spread <= _ROUNDING * max(1.0, abs(mean)):  # a t-test of equal differences divides by zero
+    of_seeds, of_items = spread**2 / count, float(errors @ errors)
+    if of_seeds + of_items <= (_ROUNDING * max(1.0, abs(mean))) ** 2:  # a t-test of equal differences divides by zero
         return Difference(*sides, count, mean, spread)
-    test = stats.ttest_rel(ours, theirs)  # runs of a seed share documents, spans, masks and weights
-    low, high = test.confidence_interval(_CONFIDENCE)
-    return Difference(*sides, count, mean, spread, (float(low), float(high)), float(test.pvalue))
+    # Welch and Satterthwaite: degrees of freedom of a sum of two estimated variances
+    freedom = (of_seeds + of_items) ** 2 / (of_seeds**2 / (count - 1) + of_items**2 / max(len(errors) - 1, 1))
+    scale = (of_seeds + of_items) ** 0.5
+    low, high = stats.t.interval(_CONFIDENCE, freedom, mean, scale)
+    p = 2 * float(stats.t.sf(abs(mean) / scale, freedom))
+    return Difference(*sides, count, mean, spread, (float(low), float(high)), p, len(errors))
 
 
 def write_results(
@@ -234,15 +271,18 @@ def write_results(
     cells, seeds = {run.cell: run for run in plan.runs}, sorted({run.seed for run in plan.runs})
     records = {run.name: record for run, record in scored if record}
     numbers: dict[str, dict[str, dict[int, float]]] = {heading: {} for heading in plan.columns}
+    items: dict[str, dict[str, dict[int, Sequence[float]]]] = {heading: {} for heading in plan.columns}
     for run, record in scored:
         for heading, value in (
             record["scores"].items() if record else ()
         ):  # an encoder's stand beside those of each seed
             of_seeds = dict.fromkeys([run.seed] if run.config else seeds, value)
             numbers[heading].setdefault(run.cell, {}).update(of_seeds)
+            if record and (errors := record.get("items", {}).get(heading)):
+                items[heading].setdefault(run.cell, {}).update(dict.fromkeys(of_seeds, errors))
     labels = {cell: run.labels for cell, run in cells.items()}
     compared = {
-        heading: compare_labels(labels, column, plan.item.pairs) if plan.item.axes else []
+        heading: compare_labels(labels, column, plan.item.pairs, items[heading]) if plan.item.axes else []
         for heading, column in numbers.items()
     }
     now = facts(["declutr reproduce", *command])
@@ -299,8 +339,8 @@ def _markdown(
         yield f"| {name} | {' | '.join(shown)} |"
     for heading, differences in compared.items():
         if differences:
-            yield f"\n| {heading}: difference, seed by seed | mean | 95% interval | p | seeds |"
-            yield "| --- | ---: | ---: | ---: | ---: |"
+            yield f"\n| {heading}: difference, seed by seed | mean | 95% interval | p | seeds | test items |"
+            yield "| --- | ---: | ---: | ---: | ---: | ---: |"
             yield from map(difference_row, differences)
     yield f"\n{plan.item.note}\n" if plan.item.note else ""
     for title, key in (("Warnings of the scoring", "warnings"), ("Failed", "failed"), ("Not scored", "not_scored")):
@@ -322,7 +362,8 @@ def difference_row(row: Difference) -> str:
     interval = "" if row.interval is None else f"{row.interval[0]:+.2f} to {row.interval[1]:+.2f}"
     p = "" if row.p is None else f"{row.p:.3f}"
     label = f"{row.axis}: {row.label} over {row.base}" + (f", {row.within}" if row.within else "")
-    return f"| {label} | {row.difference:+.2f}{remark} | {interval} | {p} | {row.seeds} |"
+    items = row.items or "not in the interval"
+    return f"| {label} | {row.difference:+.2f}{remark} | {interval} | {p} | {row.seeds} | {items} |"
 
 
 def _cell(values: Mapping[int, float], printed: float | None, planned: int) -> str:

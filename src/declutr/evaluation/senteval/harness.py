@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,8 @@ class StoredUnit(Strict):
     method: Method
     scores: Mapping[str, float]
     """Scores by name, see `scores.py`; empty if the unit failed."""
+    items: Mapping[str, tuple[float, ...]] = {}
+    """Errors of the test items in some of the scores (`Scored.items`); of an older call none."""
     warnings: tuple[str, ...] = ()
     """Warnings shown next to the score."""
     failed: str = ""
@@ -271,7 +273,8 @@ def _score_unit(unit: ScoringUnit, embeddings: NDArray[np.float32], config: Clas
     outcome: dict[str, Any]
     try:
         scored = score(unit.data, unit.method, embeddings, config)
-        outcome = {"scores": dict(scored.scores), "warnings": scored.warnings}
+        items = {name: tuple(errors.round(6).tolist()) for name, errors in scored.items.items()}
+        outcome = {"scores": dict(scored.scores), "items": items, "warnings": scored.warnings}
     except ValueError as error:
         outcome = {"scores": {}, "failed": str(error)}
     finally:
@@ -292,7 +295,7 @@ def _report(
         if unit is None or unit.failed:
             missing[name] = unit.failed if unit else inspection.reason
         else:
-            results[name] = result_of(inspection, protocol, unit.scores, *unit.warnings)
+            results[name] = replace(result_of(inspection, protocol, unit.scores, *unit.warnings), items=unit.items)
     for task in TASKS:
         if method_for(task, protocol) is not None and task.name not in results:
             missing.setdefault(task.name, "not asked for")

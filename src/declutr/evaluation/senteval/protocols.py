@@ -14,7 +14,7 @@ the predicted means on the dev set decides which state is kept. The fourth miss 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class ProtocolScores:
     """F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None."""
     fold_accuracies: tuple[float, ...]
     """Accuracies of the outer folds, or the one accuracy."""
+    right: NDArray[np.bool_] = field(compare=False, repr=False)
+    """(N,) true for test rows that were classified right, fold after fold."""
 
 
 def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
@@ -60,14 +62,14 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
     chosen = [int(np.argmax(mean)) for mean in means]
     best = [[config.decays[decay]] for decay in chosen]
     refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)
-    tests = [
-        _percent(refits.predict(fold, 0, data.features, test) == labels[test]) for fold, (_, test) in enumerate(outer)
-    ]
+    right = [refits.predict(fold, 0, data.features, test) == labels[test] for fold, (_, test) in enumerate(outer)]
+    tests = [_percent(own) for own in right]
     return ProtocolScores(
         dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
         accuracy=float(np.round(np.mean(tests), 2)),
         f1=None,
         fold_accuracies=tuple(tests),
+        right=np.concatenate(right),
     )
 
 
@@ -92,6 +94,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
         accuracy=accuracy,
         f1=_f1(answers, truth) if num_classes == 2 else None,
         fold_accuracies=(accuracy,),
+        right=answers == truth,
     )
 
 
@@ -107,8 +110,9 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     chosen = int(np.argmax(scores))
     # The official code repeats this fit with the same seed, which gives the same weights.
     answers = fits.predict(0, chosen, test.features)
-    accuracy = _percent(answers == test.labels.numpy())
-    return ProtocolScores(scores[chosen], accuracy, None, (accuracy,))
+    right = answers == test.labels.numpy()
+    accuracy = _percent(right)
+    return ProtocolScores(scores[chosen], accuracy, None, (accuracy,), right)
 
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:

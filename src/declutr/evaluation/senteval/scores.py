@@ -17,13 +17,14 @@ has an average of its own, the mean of the Spearman on test.
 Legend: N distinct sentences of a task, D embedding size.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.common.bootstrap import item_errors, spearman_influence
 from declutr.common.errors import DataError
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
@@ -159,6 +160,8 @@ class TaskResult:
     standing: Standing
     """Standing of the data compared with the published ones."""
     warnings: tuple[str, ...] = ()
+    items: Mapping[str, Sequence[float]] = field(default_factory=dict, compare=False, repr=False)
+    """Errors of the test items in some of the scores (`Scored.items`); not in reports."""
 
     @property
     def headline(self) -> float:
@@ -204,7 +207,7 @@ class Report:
             "encoder": self.encoder,
             "protocol": self.protocol,
             "results": {
-                name: {**asdict(result), "scores": dict(result.scores), "headline": result.headline}
+                name: {**asdict(replace(result, items={})), "scores": dict(result.scores), "headline": result.headline}
                 for name, result in self.results.items()
             },
             "missing": dict(self.missing),
@@ -240,6 +243,8 @@ class Scored:
 
     scores: Mapping[str, float]
     warnings: tuple[str, ...] = ()
+    items: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Errors of the test items in some of the scores, in percent (`bootstrap.item_errors`)."""
 
 
 def method_for(task: SentEvalTask, protocol: Protocol) -> Method | None:
@@ -285,10 +290,12 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
         result = score_sts(data, rows, embeddings)
         if task.procedure == "similarity":
-            return Scored(result.flat(), result.warnings)
+            items = {f"spearman.{name}": errors for name, errors in result.items.items()}
+            return Scored(result.flat(), result.warnings, items)
         of_test, of_dev = result.subsets["test"], result.subsets["dev"]
         scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
-        return Scored(scores | {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}, result.warnings)
+        scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
+        return Scored(scores, result.warnings, {"spearman": result.items["test"]})
 
     def features(split: Split) -> Table:
         first, *others = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
@@ -300,7 +307,8 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         fit = protocols.relatedness(train, dev, test, config.seed)
         flat = fit.dev_pearson <= 0 and fit.pearson == 0
         scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
-        return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else ())
+        items = {"spearman": item_errors(spearman_influence(np.stack([fit.predicted, test.scores], axis=1)), scale=100)}
+        return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
         images = [Gallery(table(data.features[name]).first, features(part).first) for name, part in splits]
         trained = retrieval(images[0], images[1], images[2], RetrievalConfig(seed=config.seed))
@@ -314,7 +322,8 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     parts = (examples(features(part), part.labels) for _, part in splits)
     outcome = fits[task.procedure](*parts, len(data.classes), config)
     scores = {"devacc": outcome.dev_accuracy, "acc": outcome.accuracy}
-    return Scored(scores if outcome.f1 is None else {**scores, "f1": outcome.f1})
+    items = {"acc": item_errors(outcome.right.astype(np.float64), scale=100)}
+    return Scored(scores if outcome.f1 is None else {**scores, "f1": outcome.f1}, items=items)
 
 
 def _config_of(task: SentEvalTask, config: ClassifierConfig) -> ClassifierConfig:

@@ -10,7 +10,7 @@ occurs. That is the default here.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from declutr.common import seeding
+from declutr.common.bootstrap import item_errors, spearman_influence
 from declutr.evaluation.senteval.tasks import TaskData
 from declutr.trainer.objectives.scores import alignment, effective_rank
 
@@ -52,6 +53,8 @@ class StsScore:
     """Means weighted by numbers of pairs (SCL's tables)."""
     all: Correlation
     """One correlation over all pairs of all subsets (tables of SimCSE and its followers)."""
+    items: Mapping[str, Vector] = field(compare=False, repr=False, default_factory=dict)
+    """Errors of the pairs (`item_errors`) in the Spearman of each subset, and in `mean`, `wmean` and `all`."""
 
     def flat(self) -> dict[str, float]:
         """Scores by name, as a result stores them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
@@ -107,7 +110,17 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
         pearson, spearman = np.average(values, axis=0, weights=weights if weighted else None)
         return Correlation(float(pearson), float(spearman), int(weights.sum()), undefined)
 
-    return StsScore(parts, mean(weighted=False), mean(weighted=True), together)
+    items = {name: _errors(*pair) for name, pair in subsets.items()}
+    items |= {
+        "mean": np.concatenate([errors / len(items) for errors in items.values()]),
+        "wmean": np.concatenate([errors * len(errors) / weights.sum() for errors in items.values()]),
+        "all": _errors(*(np.concatenate(side) for side in zip(*subsets.values(), strict=True))),
+    }
+    return StsScore(parts, mean(weighted=False), mean(weighted=True), together, items)
+
+
+def _errors(predicted: Vector, gold: Vector) -> Vector:
+    return item_errors(spearman_influence(np.stack([predicted, gold], axis=1)), scale=100)
 
 
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:

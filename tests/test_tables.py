@@ -1,0 +1,138 @@
+"""Every number in a table of README, docs/index.md and docs/evidence is in a results file that its section names."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    "README.md",
+    "docs/index.md",
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/evidence/*.md"))),
+]
+NUMBER = r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+# Numbers that belong together: `mean ± deviation`, `value [low, high]`, `value (low to high)`, or one alone.
+TOGETHER = re.compile(rf"({NUMBER})(?: ± ({NUMBER})| \[({NUMBER}), ({NUMBER})\]| \(({NUMBER}) to ({NUMBER})\))?")
+SCALES = (1, 100, 1_000, 1 / 60, 2**-10, 2**-20)  # of shares in percent, seconds in ms and minutes, bytes in MiB
+UNFILED = re.compile(r"[Ii]n no file: ([^;]+?)\.(?:\s|$)|[Nn]othing here was measured", re.S)
+
+Group = tuple[str, ...]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """What a page may say of repetitions, such as seeds."""
+    return [fmean(values), stdev(values), median(values), min(values), max(values), values[-1] - values[0]]
+
+
+def average(trees: Sequence[Any]) -> Any:
+    """The mean of dictionaries with the same keys and numbers as leaves; None of others."""
+    if all(is_number(tree) for tree in trees):
+        return fmean(trees)
+    if not all(isinstance(tree, dict) and tree.keys() == trees[0].keys() for tree in trees):
+        return None
+    means = {key: average([tree[key] for tree in trees]) for key in trees[0]}
+    return None if None in means.values() else means
+
+
+def in_text(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
+
+
+def sets_of_numbers(tree: Any) -> Iterator[list[float]]:
+    """Numbers that a cell may show together: those of one place of a file, and what follows from its repetitions."""
+    items = list(tree.values()) if isinstance(tree, dict) else tree
+    direct = [item for item in items if is_number(item)]
+    near = [
+        number for item in items if isinstance(item, list) and len(item) <= 20 for number in item if is_number(number)
+    ]
+    words = [number for item in [*items, *(tree if isinstance(tree, dict) else ())] if isinstance(item, str)
+             for number in in_text(item)]  # fmt: skip
+    yield [*direct, *near, *words, *(spread(direct) if 2 <= len(direct) <= 100 else [])]
+    if isinstance(tree, dict) and len(items) > 1 and all(isinstance(item, dict) for item in items):
+        parts = {part for key in tree for part in key.split(", ")} if any(", " in key for key in tree) else set()
+        groups = [[value for key, value in tree.items() if part in key.split(", ")] for part in parts]
+        for mean in map(average, [items, *groups]):  # a mean over columns, or over the other axes of a grid
+            if mean is not None:
+                yield from sets_of_numbers(mean)
+    yield from of_rows([item for item in items if isinstance(item, dict)] if isinstance(tree, list) else [])
+    for item in items:
+        if isinstance(item, dict | list):
+            yield from sets_of_numbers(item)
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[float]]:
+    """Repetitions among rows that have the same words, and their differences, row by row."""
+    columns: dict[str, dict[tuple[str, ...], list[float]]] = {}
+    for row in rows:
+        label = tuple(value for value in row.values() if isinstance(value, str))
+        for key, value in row.items():
+            if is_number(value):
+                columns.setdefault(key, {}).setdefault(label, []).append(value)
+    for repetitions in columns.values():
+        yield from (spread(values) for values in repetitions.values() if len(values) > 1)
+        for first, second in combinations(repetitions.values(), 2):
+            if len(first) == len(second) > 1:
+                yield spread([b - a for a, b in zip(first, second, strict=True)])
+
+
+def is_rounded(shown: str, values: Sequence[float], scale: float) -> bool:
+    digits = shown.replace(",", "").lstrip("+-")
+    zeros = len(digits) - len(digits.rstrip("0")) if digits.isdigit() and len(digits) > 3 else 0
+    half = 0.5000001 * 10.0 ** (zeros - len(digits.partition(".")[2]))
+    return any(abs(abs(value) * scale - float(digits)) <= half for value in values)
+
+
+def tables(page: str) -> Iterator[tuple[str, list[Group], list[str], set[str] | None]]:
+    """Each section with numbers in a table: its heading, the numbers, the files, and those in no file (None: all)."""
+    parts = re.split(r"(?m)^(#+ .*)$", (ROOT / page).read_text())
+    for heading, body in zip(parts[1::2], parts[2::2], strict=True):
+        rows = [row for table in re.findall(r"(?m)(?:^\|.*\n)+", body) for row in table.splitlines()[2:]]
+        cells = [re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", cell) for row in rows for cell in row.split("|")[2:-1]]
+        groups = [tuple(filter(None, numbers)) for cell in cells for numbers in TOGETHER.findall(cell)]
+        text = f"{parts[2]}\n{body}" if page.endswith("scale.md") else body  # that page names its file once
+        names = [
+            name for name in re.findall(r"([\w.-]+\.json)`", text) if (ROOT / "benchmarks/results" / name).is_file()
+        ]
+        unfiled = [match[1] for match in UNFILED.finditer(body)]
+        if groups:
+            all_unfiled = any(numbers in {None, "all"} for numbers in unfiled)
+            listed = {number for numbers in unfiled if numbers for number in re.findall(NUMBER, numbers)}
+            yield heading, groups, names, None if all_unfiled else listed
+
+
+def unsupported(groups: Sequence[Group], names: Sequence[str], unfiled: Set[str] = frozenset()) -> list[Group]:
+    """The numbers that no file has, but for those of which the page says so."""
+    groups = [left for group in groups if (left := tuple(number for number in group if number not in unfiled))]
+    files = [json.loads((ROOT / "benchmarks/results" / name).read_text()) for name in names]
+    sets = [values for file in files for values in sets_of_numbers(file) if values]
+    return [group for group in groups if not any(all(is_rounded(shown, values, scale) for shown in group)
+            for values in sets for scale in SCALES)]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_of_tables_are_in_a_file(page: str) -> None:
+    problems = []
+    for heading, groups, names, unfiled in tables(page):
+        if unfiled is None:
+            continue
+        missing = unsupported(groups, names, unfiled)
+        problems += [f"{page}, {heading}: {missing} in none of {names}"] if missing else []
+    assert not problems, "\n".join(problems)
+
+
+def test_a_changed_number_is_noticed() -> None:
+    sections = {heading: (groups, names) for heading, groups, names, _ in tables("docs/evidence/results.md")}
+    groups, names = sections["## SimCSE, SCD, SCL and DeCLUTR from one start"]
+    for right, wrong in ((("61.0", "0.5"), ("61.1", "0.5")), (("+5.1", "+4.5", "+5.8"), ("+5.1", "+4.5", "+5.9"))):
+        assert right in groups
+        assert unsupported([right, wrong], names) == [wrong]
