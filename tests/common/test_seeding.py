@@ -201,4 +201,4 @@ def test_comparison_sentence_has_difference_interval_and_rows():
 
 @pytest.mark.parametrize("empty", [np.empty(0), np.empty((0, 2))])
 def test_compare_without_rows_is_not_comparable(empty):
-    says(compare(empty, empty, 0).sentence(), "no row")
+    says(compare(empty, empty, 0).sentence("pairs"), "none of the pairs")

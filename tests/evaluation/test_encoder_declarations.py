@@ -41,6 +41,16 @@ def no_tokenizer(folder):
         path.unlink()
 
 
+def vocabularies(folder):
+    return [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt") if (folder / name).exists()]
+
+
+def empty_vocabulary(folder):
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["model"] |= {"vocab": {}, "merges": []}
+    write(folder / "tokenizer.json", settings)
+
+
 def added_tokens(folder, number):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"<new{place}>" for place in range(number)])
@@ -57,6 +67,8 @@ def rows_of_table(folder, number):
     ("change", "message"),
     [
         (no_tokenizer, ("no file of a tokenizer", "tokenizer.json", "copy them")),
+        (lambda f: [path.unlink() for path in vocabularies(f)], ("vocabulary of a tokenizer", "copy it")),
+        (empty_vocabulary, ("vocabulary of its tokenizer is empty", "copy")),
         (lambda f: added_tokens(f, 1), ("'<new0>'", "table of embeddings")),
         (lambda f: added_tokens(f, 500), ("'<new499>'", "table of embeddings")),
         (lambda f: rows_of_table(f, 100), ("table of embeddings has 100 rows",)),
@@ -76,6 +88,14 @@ def rows_of_table(folder, number):
             ("truncate_dim = 8", "number from 1"),
         ),
         (lambda f: update(f / "config_sentence_transformers.json", truncate_dim=0), ("truncate_dim = 0",)),
+        (
+            lambda f: update(f / "config_sentence_transformers.json", default_prompt_name="query"),
+            ("default_prompt_name = query", "prompts are none", "remove it"),
+        ),
+        (
+            lambda f: update(f / "2_Dense/config.json", activation_function="mine.Act"),
+            ("2_Dense/config.json", "mine.Act", "supported are", "Tanh"),
+        ),
         (
             lambda f: update(f / "1_Pooling/config.json", pooling_mode="lasttoken"),
             ("lasttoken", "take another encoder"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import DamagedError
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.storage import read_json, read_record, write_json
 
@@ -172,7 +172,8 @@ class ModuleFiles:
         """Load the dense layer of a module's folder.
 
         Raises:
-            DamagedError: a file is missing, of a kind that is not supported, or not what the settings describe.
+            EncoderError: the layer is of a kind that is not supported.
+            DamagedError: a file is missing, or not what the settings describe.
         """
         settings = self.settings(f"{folder}/config.json")
         path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
@@ -185,7 +186,10 @@ class ModuleFiles:
         plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
         plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
         if activation not in ACTIVATIONS or settings.get("use_residual") or not plain:
-            raise DamagedError(f"its dense layer {folder} ({activation}) is of a kind that is not supported")
+            raise EncoderError(
+                f"{self.find(f'{folder}/config.json')}: dense layer with {activation}; supported are layers of the "
+                f"sentence embedding without residual, with {', '.join(kind.__name__ for kind in ACTIVATIONS.values())}"
+            )
         sizes = settings.get("in_features"), settings.get("out_features")
         if not all(type(size) is int and 0 < size < _MOST_FEATURES for size in sizes):
             raise DamagedError(
@@ -239,7 +243,8 @@ def read_behind(pretrained: str | None) -> list[Step]:
     A normalisation at the end is left out, because cosines do not change by it.
 
     Raises:
-        DamagedError: a dense layer is damaged or of a kind that is not supported.
+        DamagedError: a dense layer is damaged.
+        EncoderError: a dense layer is of a kind that is not supported.
     """
     if pretrained is None:
         return []

@@ -122,16 +122,20 @@ class Comparison:
         """True if the score is a mean and fewer than `MIN_CHANGED` rows differ."""
         return self.changed is not None and self.changed < MIN_CHANGED
 
-    def sentence(self) -> str:
-        """The difference with its interval, the number of rows and a judgement: better, worse, or not measurable."""
+    def sentence(self, rows: str = "rows") -> str:
+        """The difference with its interval, the number of rows and a judgement: better, worse, or not measurable.
+
+        Args:
+            rows: the noun for them.
+        """
         if self.rows == 0:
-            return "not comparable: no row has both values"
+            return f"not comparable: none of the {rows} have both values"
         if self.interval is None:
-            return f"{self.difference:+.4f} ({self.rows} rows: no interval, which needs at least {MIN_ROWS})"
+            return f"{self.difference:+.4f} ({self.rows} {rows}: no interval, which needs at least {MIN_ROWS})"
         low, high = self.interval
-        text = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} rows)"
+        text = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} {rows})"
         judged = "no measurable difference" if not self.measurable else "better" if self.difference > 0 else "worse"
-        few = f", {self.changed} rows differ and it needs {MIN_CHANGED}" if self.few_changed else ""
+        few = f", {self.changed} {rows} differ and it needs {MIN_CHANGED}" if self.few_changed else ""
         return f"{text}: {judged}{few}"
 
 

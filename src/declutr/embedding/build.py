@@ -265,7 +265,7 @@ def sentences(choice: WeightChoice) -> Iterator[str]:
     for name, difference in choice.differences().items():
         scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
         queries = f"{len(choice.answers):,} other queries with {difference.rows:,} different answers"
-        yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence()}"
+        yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence('answers')}"
 
 
 PLANE_ROWS = 5_000  # so that a map takes seconds

@@ -156,7 +156,9 @@ class StaticEncoder:
             raise EncoderError(f"{files[0]}: is missing or damaged, or holds no {WEIGHT} ({error!r})") from error
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{files[1]}: is missing or damaged ({error})") from error
-        check_vocabulary(str(folder), self._tokenizer.get_vocab(), len(table) if table.ndim == 2 else 0)
+        vocabulary, ordinary = self._tokenizer.get_vocab(), self._tokenizer.get_vocab(with_added_tokens=False)
+        special = vocabulary.keys() - ordinary.keys()
+        check_vocabulary(str(folder), vocabulary, len(table) if table.ndim == 2 else 0, special)
         self._table, self.size = table, table.shape[1]
         self._unit = kinds[-1] == "Normalize"
         self.fingerprint = hash_json(["static", self._unit, *map(hash_file, files)])

@@ -162,6 +162,11 @@ def _prompt(name: str, options: dict[str, Any]) -> str:
     prompt = prompts.get(chosen, "") if isinstance(chosen, str) and isinstance(prompts, dict) else ""
     if not (chosen is None or isinstance(chosen, str)) or not isinstance(prompts, dict) or not isinstance(prompt, str):
         raise EncoderError(f"{name}: config_sentence_transformers.json is damaged: its prompts must be texts by name")
+    if chosen is not None and chosen not in prompts:
+        raise EncoderError(
+            f"{name}: config_sentence_transformers.json has default_prompt_name = {chosen}, and its prompts are "
+            f"{', '.join(prompts) or 'none'}; name one of them, or remove it"
+        )
     if len(prompt) > MOST_PROMPT:
         raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
     other_prompts = {role: other for role in _ROLES if isinstance(other := prompts.get(role), str) and other != prompt}

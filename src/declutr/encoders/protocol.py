@@ -1,6 +1,6 @@
 """Interface of every sentence encoder, its cuts to smaller sizes, and the settings by which one is chosen; no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -114,17 +114,23 @@ def no_encoder(folder: Path) -> str | None:
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 
 
-def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int) -> None:
+def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
     """Compares a tokenizer with the table of embeddings that its ids are looked up in.
 
     Args:
         name: of the encoder.
         vocabulary: ids by token, added ones included.
         rows: of the table.
+        special: added tokens and those that stand for no text.
 
     Raises:
-        EncoderError: an id is beyond the table.
+        EncoderError: an id is beyond the table, or there are special tokens alone.
     """
+    if not vocabulary.keys() - {*special}:
+        raise EncoderError(
+            f"{name}: the vocabulary of its tokenizer is empty, so all texts are equal to it; copy the files of the "
+            "tokenizer from the encoder that it was made from"
+        )
     token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
     if largest >= rows:
         raise EncoderError(

@@ -228,6 +228,13 @@ def test_halves_have_no_answer_in_common_and_stay_when_pairs_are_added(tmp_path)
     assert set(halves["test"].queries) < set(longer.queries)
 
 
+def test_case_and_whitespace_make_no_other_answer():
+    """A text or a query typed twice with a space or a capital more would be in both halves."""
+    test = RetrievalTest(["a", "b", "c", "C "], ["one text", "One  text ", "two", "three"], [[0], [1], [2], [3]])
+    assert test.answers.tolist() == [0, 0, 1, 1]
+    assert RetrievalTest(["a", "b"], [], [[5], [7]]).answers.tolist() == [0, 1], "texts that are elsewhere"
+
+
 def test_answers_that_a_query_joins_are_one(tmp_path):
     rows = [("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", "y"), ("d", "y")]  # d joins x and y
     test = read_test(jsonl(tmp_path / "pairs.jsonl", [{"query": query, "text": text} for query, text in rows]))

@@ -212,7 +212,7 @@ def _table(
     for name, by_measure in comparisons.items():
         yield f"\n{name} compared with {encoders[0]}:"
         for measure, comparison in by_measure.items():
-            yield f"- {measure}: {comparison.sentence()}"
+            yield f"- {measure}: {comparison.sentence('answers')}"
 
 
 def stsb_values(encoder: SentenceEncoder, folder: Path) -> F64:

@@ -45,13 +45,15 @@ class RetrievalTest:
     def answers(self) -> NDArray[np.int64]:
         """`(Q,)` number of each query's answers: queries with a text in common, also through others, have one number.
 
-        They are what is independent: three wordings of a question are right or wrong together.
+        They are what is independent: three wordings of a question are right or wrong together, and so are queries and
+        texts that differ in case and whitespace alone.
         """
         pairs = np.array([(query, text) for query, texts in enumerate(self.relevant) for text in texts], np.int64)
         pairs = pairs.reshape(-1, 2)
         number, size = len(self.queries), len(self.queries) + int(pairs[:, 1].max(initial=-1)) + 1
-        edges = coo_array((np.ones(len(pairs)), (pairs[:, 0], number + pairs[:, 1])), shape=(size, size))
-        components = connected_components(edges, directed=False)[1][:number]
+        queries, texts = _alike(self.queries), number + (_alike(self.texts) if self.texts else np.arange(size - number))
+        edges = coo_array((np.ones(len(pairs)), (queries[pairs[:, 0]], texts[pairs[:, 1]])), shape=(size, size))
+        components = connected_components(edges, directed=False)[1][queries]
         answers: NDArray[np.int64] = np.unique(components, return_inverse=True)[1]
         return answers
 
@@ -77,6 +79,12 @@ class RetrievalTest:
         drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
         numbers: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
         return numbers
+
+
+def _alike(texts: Sequence[str]) -> NDArray[np.int64]:
+    """`(N,)` place of the first text that is the same but for case and whitespace."""
+    first = dict[str, int]()
+    return np.array([first.setdefault(" ".join(text.casefold().split()), place) for place, text in enumerate(texts)])
 
 
 def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
