@@ -25,7 +25,7 @@ MIN_NUMBER = 1e-37
 MAX_SEED = 2**63 - 1
 """Largest seed."""
 _GONE = {
-    "scaling.straggler_factor": "remove it; tokens_per_second and data_wait_share of metrics.jsonl show a slow run",
+    "scaling.straggler_factor": "remove it; tokens_per_second and data_wait_share of metrics.jsonl show a slow run"
 }
 """What to do about a key that earlier versions had."""
 _SHOWN_CHARACTERS = 40
