@@ -63,6 +63,7 @@ chaos-short: setup ## four of the faults in one run: about 3 minutes on 2 CPU co
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 frozen: setup ## compare weights, shards, scores and adaptations with those of cb156041 on this machine: 20 minutes
+	@$(PIP) usearch==2.26.6 # cb156041 imports it, this checkout does not
 	$(BIN)/python tests/frozen.py
 
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
