@@ -36,6 +36,7 @@ _OPTIONS = {
 _TRANSFORMER = {
     **dict.fromkeys(("max_seq_length", "do_lower_case", "unpad_inputs"), ()),
     "transformer_task": ("feature-extraction",),
+    "model_args": ({}, {"add_pooling_layer": False}),  # no pooler is loaded, whatever the file says
     "module_output_name": ("token_embeddings",),
     "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
 }
