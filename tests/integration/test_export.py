@@ -120,7 +120,7 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
     for path in (copied / "checkpoints").glob("step-*"):
         (path / "state.json").unlink()
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        export(runs.resolved(runs.train_config(data, copied, **runs.FINISHED)))
+        export(runs.resolved(runs.train_config(data, copied, **runs.FINISHED)), 8)
     assert not (copied / "export").exists()
 
 
@@ -130,7 +130,7 @@ def exported(data, run, family, pooling):
     changes = {"encoder": {"from_config": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
     config = runs.train_config(data, run, **changes)
     save(config, run)
-    return encoder_of(data, run, **changes)[0], export(runs.resolved(config))
+    return encoder_of(data, run, **changes)[0], export(runs.resolved(config), 8)
 
 
 @pytest.mark.parametrize(

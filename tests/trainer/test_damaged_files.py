@@ -191,7 +191,7 @@ def test_a_damaged_export_is_made_again_and_nothing_is_lost(made, run, log, name
     whole = contents(run / "export")
     damage(run / "export" / name)
     damaged = contents(run / "export")
-    export(runs.resolved(made, run))
+    export(runs.resolved(made, run), 8)
     assert contents(run / "export") == whole
     assert any(name in line and "exporting again" in line for line in log)
     assert contents(run / "export.kept-1") == damaged
@@ -201,7 +201,7 @@ def test_a_whole_export_is_left_alone_with_what_others_put_there(made, run, log)
     (run / "export" / "onnx").mkdir()
     (run / "export" / "onnx" / "model.onnx").write_text("theirs")
     before = {path: path.stat().st_mtime_ns for path in (run / "export").rglob("*")}
-    export(runs.resolved(made, run))
+    export(runs.resolved(made, run), 8)
     assert {path: path.stat().st_mtime_ns for path in (run / "export").rglob("*")} == before
     assert log == []
 
@@ -210,7 +210,7 @@ def test_an_export_that_a_kill_left_moved_aside_is_put_back(made, run):
     (run / "export" / "notes.txt").write_text("theirs")
     before = contents(run / "export")
     (run / "export").rename(run / ".export.before.tmp")
-    export(runs.resolved(made, run))
+    export(runs.resolved(made, run), 8)
     assert contents(run / "export") == before
     assert not (run / ".export.before.tmp").exists()
 
@@ -222,7 +222,7 @@ def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(made, run
         (run / "export" / "notes.txt").write_text("theirs")
     shutil.rmtree(run / "checkpoints")
     save(made, run, seed=1)
-    export(runs.resolved(made, run))
+    export(runs.resolved(made, run), 8)
     new = contents(run / "export")
     assert new["model.safetensors"] != old["model.safetensors"]
     assert any("another checkpoint" in line for line in log)

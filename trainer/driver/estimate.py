@@ -19,7 +19,7 @@ from declutr.trainer.data.batches import Collator, RankBatch, collated
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.driver.checks import corpora_remarks, load_problems, refuse, validated_rows, validation_remarks
 from declutr.trainer.driver.continuation import kept_device
-from declutr.trainer.metrics.config import steps_between
+from declutr.trainer.metrics.config import num_validations
 from declutr.trainer.metrics.metrics import memory_mib, peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
@@ -108,9 +108,8 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
 def _validations(plan: RunPlan) -> tuple[int, int]:
     """Number of validations after the first step, and of the held-out rows of each."""
     validation, steps = plan.config.validation, plan.total_steps
-    every_steps = steps_between(validation.every_steps, steps)
-    scored = validated_rows(plan) if every_steps else 0
-    return (-(-steps // every_steps) if every_steps and (scored or validation.pairs) else 0), scored
+    scored = validated_rows(plan) if validation.every_steps else 0
+    return (num_validations(validation.every_steps, steps, steps) if scored or validation.pairs else 0), scored
 
 
 @torch_as_before()

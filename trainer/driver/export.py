@@ -17,7 +17,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, RunState, read_settings
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.driver.model_card import CARD, model_card, without_paths
-from declutr.trainer.metrics.config import steps_between
+from declutr.trainer.metrics.config import num_validations
 from declutr.trainer.model.behind import steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens, silence
@@ -25,10 +25,14 @@ from declutr.trainer.objectives.scores import statistic_of
 from declutr.trainer.run import RunPlan
 
 
-def export(plan: RunPlan) -> Path:
+def export(plan: RunPlan, done: int) -> Path:
     """Writes the run's folder `export` from its last or best checkpoint: weights, tokenizer, pooling, model card.
 
     An existing folder is kept if it was made from the same checkpoint and all of its files verify.
+
+    Args:
+        plan: of the run.
+        done: steps that the run has taken, fewer than planned if it ended early.
 
     Raises:
         CheckpointError: no checkpoint of the run verifies.
@@ -60,8 +64,8 @@ def export(plan: RunPlan) -> Path:
         objective = build_objective(plan.tasks[""], encoder, plan.manifest.short_documents)
         if layers := objective.exported():
             load_objective(path, objective)
-        every_steps = steps_between(config.validation.every_steps, plan.total_steps)
-        looks = 1 + -(-plan.total_steps // every_steps) if every_steps else 0
+        every_steps = config.validation.every_steps
+        looks = 1 + num_validations(every_steps, plan.total_steps, done) if every_steps else 0
         verdict = verdict_of(looks, config.seed, state)
         steps = [*steps_of(encoder.behind), *layers]
         write_steps(aside, steps)

@@ -175,7 +175,7 @@ def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
         store.fetch_best(config.validation.score)
     from declutr.trainer.driver.export import export  # loads torch and transformers, which no start waits for
 
-    folder = export(plan)
+    folder = export(plan, done)
     exported = read_settings(folder)
     summary = {
         "run": config.run,

@@ -45,6 +45,12 @@ def steps_between(interval: float, total_steps: int) -> int:
     return int(interval) if interval == 0 or interval >= 1 else max(1, math.ceil(total_steps * interval - 1e-9))
 
 
+def num_validations(interval: float, total_steps: int, done: int) -> int:
+    """Number of validations after the one of the start, of a run that has done this many of its steps."""
+    every = steps_between(interval, total_steps)
+    return -(-done // every) if every else 0
+
+
 class ValidationConfig(Strict):
     """Validation on held-out documents during training."""
 

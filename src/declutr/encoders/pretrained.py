@@ -113,7 +113,11 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         raise EncoderError(f"{name} is not loaded: {error}") from error
     except Exception as error:  # transformers and tokenizers raise any kind for files that they did not write
         broken = (broken_file(folder) or sentencepiece_problem(folder)) if local else ""
-        if local and not any(path for kind in ("tokenizer.json", "vocab*", "*.model") for path in folder.glob(kind)):
+        if (
+            local
+            and not broken
+            and not any(path for kind in ("tokenizer.json", "vocab*", "*.model") for path in folder.glob(kind))
+        ):
             broken = "no file there holds the vocabulary of a tokenizer; copy it from the encoder that it was made from"
         raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or explain(error)}") from error
     special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}

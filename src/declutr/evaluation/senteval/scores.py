@@ -24,14 +24,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.common.bootstrap import item_errors, spearman_influence
+from declutr.common.bootstrap import item_errors
 from declutr.common.errors import DataError
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
 from declutr.evaluation.senteval.features import Table, pair_table, table
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.retrieval import Gallery, RetrievalConfig, retrieval
-from declutr.evaluation.senteval.similarity import score_geometry, score_sts
+from declutr.evaluation.senteval.similarity import pair_errors, score_geometry, score_sts
 from declutr.evaluation.senteval.tasks import (
     DOWNSTREAM,
     LANGUAGES,
@@ -307,7 +307,7 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         fit = protocols.relatedness(train, dev, test, config.seed)
         flat = fit.dev_pearson <= 0 and fit.pearson == 0
         scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
-        items = {"spearman": item_errors(spearman_influence(np.stack([fit.predicted, test.scores], axis=1)), scale=100)}
+        items = {"spearman": pair_errors(fit.predicted, test.scores)}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
         images = [Gallery(table(data.features[name]).first, features(part).first) for name, part in splits]

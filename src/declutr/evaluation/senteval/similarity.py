@@ -102,7 +102,7 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
     """Aggregate `(cosines, gold)` of each subset."""
     parts = {name: correlate(*pair) for name, pair in subsets.items()}
     weights = np.array([part.num_pairs for part in parts.values()], dtype=np.float64)
-    together = correlate(*(np.concatenate(side) for side in zip(*subsets.values(), strict=True)))
+    pooled = [np.concatenate(side) for side in zip(*subsets.values(), strict=True)]
     undefined = any(part.undefined for part in parts.values())
 
     def mean(weighted: bool) -> Correlation:
@@ -110,16 +110,17 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
         pearson, spearman = np.average(values, axis=0, weights=weights if weighted else None)
         return Correlation(float(pearson), float(spearman), int(weights.sum()), undefined)
 
-    items = {name: _errors(*pair) for name, pair in subsets.items()}
+    items = {name: pair_errors(*pair) for name, pair in subsets.items()}
     items |= {
         "mean": np.concatenate([errors / len(items) for errors in items.values()]),
         "wmean": np.concatenate([errors * len(errors) / weights.sum() for errors in items.values()]),
-        "all": _errors(*(np.concatenate(side) for side in zip(*subsets.values(), strict=True))),
+        "all": pair_errors(*pooled),
     }
-    return StsScore(parts, mean(weighted=False), mean(weighted=True), together, items)
+    return StsScore(parts, mean(weighted=False), mean(weighted=True), correlate(*pooled), items)
 
 
-def _errors(predicted: Vector, gold: Vector) -> Vector:
+def pair_errors(predicted: Vector, gold: Vector) -> Vector:
+    """`(R,)` errors of the pairs in the Spearman of predicted and gold scores, in percent (`item_errors`)."""
     return item_errors(spearman_influence(np.stack([predicted, gold], axis=1)), scale=100)
 
 
