@@ -328,7 +328,7 @@ FAULTS = (
     # Runs that skip a step whose loss or gradient is NaN, up to a limit.
     Fault("nan_skipped", partial(poison, steps=2), "skip", restarts=False, alters=True, changes=_SKIP),
     Fault("nan_without_end", _FOR_EVER, "skip", alters=True, changes=_SKIP),
-    Fault("node_killed", node_killed, "its node is gone", setting="cluster"),
+    Fault("node_killed", node_killed, "node is gone", setting="cluster"),
     Fault("preemption_notice", preempted, "about to be removed", setting="cluster"),
-    Fault("elastic_2_3_1_2", elastic, "its node is gone", setting="elastic"),
+    Fault("elastic_2_3_1_2", elastic, "node is gone", setting="elastic"),
 )

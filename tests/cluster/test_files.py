@@ -65,10 +65,11 @@ def gives_every_host_a_token_and_opens_no_port(config):
 
 
 def install_lines():
-    """What the Makefile installs, with its variables in place; without Triton, which torch for CUDA installs itself."""
+    """What `make setup` installs, with its variables in place; without Triton, which torch for CUDA installs itself."""
     makefile = (ROOT / "Makefile").read_text()
     pip = re.search(r"^PIP = (.*)$", makefile, re.MULTILINE)[1]
-    lines = [line.strip().removeprefix("@") for line in makefile.splitlines() if line.startswith("\t@$(PIP)")]
+    recipe = makefile.partition("$(STAMP): ")[2].partition("@touch $(STAMP)")[0].splitlines()
+    lines = [line.strip().removeprefix("@") for line in recipe if line.startswith("\t@$(PIP)")]
     lines = [line.replace("$(PIP)", pip) for line in lines]
     assert len(lines) == 3
     lines = [line.replace("$(BIN)/python -m pip install ", "").replace("$(TORCH)", "torch") for line in lines]

@@ -1,5 +1,6 @@
 """Sessions of Ray: Tune, a GPU that torch cannot use, and a spot notice on one of two nodes."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from declutr.common.errors import ConfigError, TrainingFailedError
 from declutr.common.storage import read_json
 from declutr.trainer.driver.continuation import DEVICE
+from declutr.trainer.driver.failure import GroupFailure, blame_node
 from declutr.trainer.driver.group import build_group
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.scaling import ScalingConfig
@@ -117,3 +119,18 @@ def test_a_notice_moves_the_run_to_another_node(cluster, data, finished, tmp_pat
         assert found[step]["batch_digest"] == line["batch_digest"]
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-5)
     assert found.keys() == expected.keys()
+
+
+@pytest.mark.slow
+def test_a_broken_exchange_names_the_node_that_is_gone(cluster):
+    cluster, _ = cluster
+    ray.init(cluster.address, log_to_driver=False)
+    nodes = {node["NodeID"] for node in ray.nodes()}
+    failure = GroupFailure("worker 0 lost the others", "death", "", collateral=True)
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    wait = threading.Event().wait
+    named = blame_node(failure, nodes, wait)
+    assert "node is gone (host " in named.summary
+    assert named.kind == failure.kind, "equal failures share it"
+    for other in (GroupFailure("worker 0: ValueError", "ValueError", ""), named):
+        assert blame_node(other, {"a"}, wait) == other

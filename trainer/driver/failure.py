@@ -3,6 +3,7 @@
 import re
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|timed out|ncclremoteerror|remote process exited",
     re.IGNORECASE,
 )
+_NODE_SECONDS = 20.0  # after 15.5 s a head with Ray's defaults has missed a node, after 12 s that of cluster.yaml
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class GroupFailure:
         kind: key that equal failures share; it contains no pid, address or time.
         account: Ray's full error messages.
         lost: True if the group's coordinator or Ray itself died, not a worker.
+        collateral: True if workers report a broken exchange, and Ray no death that broke it.
     """
 
     summary: str
     kind: str
     account: str
     lost: bool = False
+    collateral: bool = False
 
     def log(self, run: Path, step: int) -> None:
         """Appends Ray's messages to the run's `failures.log`, or logs them if that file cannot be written."""
@@ -80,6 +84,22 @@ def blame_memory(failure: GroupFailure, kills_before: int) -> GroupFailure:
     return replace(failure, summary=f"{failure.summary}; {cause}: {remedy}")
 
 
+def blame_node(failure: GroupFailure, nodes: set[str], wait: Callable[[float], bool]) -> GroupFailure:
+    """Adds the hosts of the workers' `nodes` that are gone: an exchange fails at once, Ray misses a node seconds later.
+
+    `wait` pauses for seconds and returns True if the run is to stop, which ends the search.
+    """
+    deadline = time.monotonic() + _NODE_SECONDS
+    while failure.collateral and len(nodes) > 1:
+        dead = [node for node in ray.nodes() if node["NodeID"] in nodes and not node["Alive"]]
+        if dead:
+            hosts = ", ".join(sorted({node["NodeManagerHostname"] for node in dead}))
+            return replace(failure, summary=f"{failure.summary}; a worker's node is gone (host {hosts})")
+        if time.monotonic() > deadline or wait(0.2):
+            break
+    return failure
+
+
 def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
     """Finds the first cause: a worker with an error that no other worker caused, else a dead worker."""
     deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
@@ -93,7 +113,8 @@ def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
         others = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
         return GroupFailure(f"{_who(rank, deaths[rank])} died{others}{_why(deaths[rank])}", "death", account)
     rank = min(raised)
-    return GroupFailure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account)
+    summary = f"worker {rank} lost the others: {_line(raised[rank])}"
+    return GroupFailure(summary, "death", account, collateral=True)
 
 
 def _is_death(error: Exception) -> bool:

@@ -21,7 +21,7 @@ from declutr.common.session import start_ray
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.continuation import FAILURES, Device
-from declutr.trainer.driver.failure import GroupFailure, blame_memory, describe, oom_kills
+from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_node, describe, oom_kills
 from declutr.trainer.driver.group import Fit, build_group, kill_worker
 from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
@@ -190,7 +190,8 @@ class Supervisor:
             return outcome
         if self.signals.received is not None:
             raise self._stopped(None)
-        failure = describe(fit.error)
+        nodes = {heartbeat["node"] for heartbeat in reader.heartbeats}
+        failure = blame_node(describe(fit.error), nodes, self.signals.wait)
         if self._hang:
             failure = GroupFailure(str(self._hang), "hang", failure.account)
         elif self._notices:
