@@ -34,7 +34,6 @@ _LEAST_BYTES = 4
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
 _CONTINUATION_BYTES = 3
-_WIDE_SHARE = 4  # a string is wide if at least one of this many characters is NUL
 
 
 def decode(raw: Buffer, source: str, offset: int) -> Record:
@@ -55,11 +54,6 @@ def nul_bytes(source: str, offset: int) -> ReadFailure:
     """The failure of a document with NUL bytes."""
     message = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (convert it to UTF-8), or no text at all"
     return failed("nul_bytes", source, offset, message)
-
-
-def is_wide(text: str) -> bool:
-    """Returns True if a string has enough NUL characters to be UTF-16 or UTF-32 that was decoded as UTF-8."""
-    return "\0" in text and text.count("\0") * _WIDE_SHARE >= len(text)
 
 
 def cut(window: bytes | bytearray, max_bytes: int) -> int:
@@ -246,7 +240,7 @@ def read_jsonl(body: Body) -> Records:
         except (ValueError, RecursionError):
             yield _explained(bytes(raw), source, offset, names)
         else:
-            yield nul_bytes(source, offset) if is_wide(text) else Document(text, source, offset)
+            yield nul_bytes(source, offset) if "\0" in text else Document(text, source, offset)
 
 
 def _joined(values: Sequence[str | None], names: Names) -> str:
@@ -287,7 +281,7 @@ def _explained(line: bytes, source: str, offset: int, names: Names) -> Record:
         text.encode()
     except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
         return failed("invalid_utf8", source, offset, error.reason)
-    return Document(text, source, offset)
+    return nul_bytes(source, offset) if "\0" in text else Document(text, source, offset)
 
 
 def explained_object(line: bytes, source: str, offset: int, text_field: str) -> tuple[Record, dict[str, Any] | None]:
@@ -350,7 +344,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
         at = offset if start == 0 else offset + first + start
         try:
             text = msgspec.json.decode(b'"' + window[:length] + b'"', type=str)
-            yield nul_bytes(source, at) if is_wide(text) else Document(text, source, at)
+            yield nul_bytes(source, at) if "\0" in text else Document(text, source, at)
         except ValueError as error:
             yield failed("invalid_utf8", source, at, str(error))
         start += max(1, length)

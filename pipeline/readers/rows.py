@@ -26,7 +26,7 @@ from declutr.pipeline.readers.corpus import (
     joined,
     missing,
 )
-from declutr.pipeline.readers.lines import decode, documents, explained_object, is_wide, json_lines, nul_bytes
+from declutr.pipeline.readers.lines import decode, documents, explained_object, json_lines, nul_bytes
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
@@ -67,11 +67,9 @@ class TextRows:
 
     def problem(self, schema: pa.Schema) -> str | None:
         """The problem of a table as a source of texts; None if it has the text columns."""
-        if problem := missing(self.names, schema.names):
+        if problem := self.header_problem(schema.names):
             return problem
         for name in self.names:
-            if schema.names.count(name) > 1:
-                return f"{schema.names.count(name)} columns {name!r}"
             kind = schema.field(name).type
             if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in (*_TEXTS, *_TEXTS.values()):
                 return f"column {name!r} is of type {kind}, not text"
@@ -97,8 +95,9 @@ class TextRows:
                 yield failed(NO_TEXT, source, row, "the text is null")
 
     def header_problem(self, header: Sequence[str]) -> str | None:
-        """The problem of the header of a delimited file."""
-        return missing(self.names, header)
+        """The problem of the names of the columns."""
+        double = [f"{header.count(name)} columns {name!r}" for name in self.names if header.count(name) > 1]
+        return missing(self.names, header) or next(iter(double), None)
 
     def is_cut(self, fields: list[str], header: list[str], columns: list[int]) -> bool:
         """Returns True for a row whose text may be cut by a delimiter."""
@@ -183,7 +182,7 @@ class FieldRows:
                 if size > self._max_bytes:
                     message = f"{subject} has {size} bytes, more than corpus.max_document_mib"
                     return failed("too_large", source, offset, message)
-                if is_wide(value):
+                if "\0" in value:
                     return nul_bytes(source, offset)
             good.append(value)
         return Fields("", source, offset, tuple(good))

@@ -1,7 +1,10 @@
 """Rows of Parquet, Arrow, CSV and TSV, a few at a time. The offset of a record is its row."""
 
 import csv
+import re
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from typing import Any, BinaryIO
@@ -22,6 +25,12 @@ ARROW_FILE = b"ARROW1\0\0"
 _BUFFER_BYTES = 8 * MIB  # read buffer of a Parquet column; without it pyarrow reads the whole column of a row group
 # Most failures for unreadable rows of one table, because a damaged number of rows can have any value.
 MAX_LOST_ROWS = 1_000_000
+_HEAD_BYTES = 1 << 16
+_SEPARATOR = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=([,;|\t])"?(?:\r\n?|\n)', re.IGNORECASE)
+"""A first line by which Excel names the delimiter."""
+_TOO_LARGE = "\ud800\n"  # no bytes of a file are decoded to it
+_ESCAPED = '\\"'
+_BACKSLASH = '; \\" is no quotation mark of CSV, which doubles it: ""'
 
 
 def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | None = None) -> Records:
@@ -137,24 +146,36 @@ class _Feed:
     """Lines of text for the csv module, which requests further lines while a quoted field is open.
 
     Bytes that are not UTF-8 become surrogates, so that they affect only their row.
+
+    Attributes:
+        row: lines of the row that is being read; `_TOO_LARGE` for one that is too long.
     """
 
     def __init__(self, stream: ByteStream) -> None:
         self._lines = lines(stream, END, MAX_FIELD_BYTES, keep=False)
-        self.ended = False
-        self.too_large = False
+        self._again: deque[str] = deque()
+        self.row: list[str] = []
 
     def __iter__(self) -> "_Feed":
         return self
 
     def __next__(self) -> str:
+        if self._again:
+            self.row.append(self._again.popleft())
+            return self.row[-1]
+        too_large = False
         for raw, offset, continues in self._lines:
-            self.too_large |= continues
+            too_large |= continues
             if not continues:
                 data = raw.removeprefix(b"\xef\xbb\xbf") if offset == 0 else raw
-                return data.decode("utf-8", "surrogateescape") + "\n"  # the csv module takes text alone
-        self.ended = True
+                line = data.decode("utf-8", "surrogateescape") + "\n"  # the csv module takes text alone
+                self.row.append(_TOO_LARGE if too_large else line)
+                return self.row[-1]
         raise StopIteration
+
+    def reread(self) -> None:
+        """Gives the lines behind the first of this row again: twice at most, because the next mark ends a row."""
+        self._again.extendleft(reversed(self.row[1:]))
 
 
 def read_delimited(body: Body, delimiter: str) -> Records:
@@ -195,14 +216,27 @@ def header_problem(head: bytes, rules: Rules, delimiter: str) -> str | None:
 
 
 def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator[tuple[int, list[str] | ReadFailure]]:
-    """The fields of every row, with its number; the first row without a failure is the header, number -1."""
+    """The fields of every row, with its number; the first row without a failure is the header, number -1.
+
+    A quotation mark that opens a field and is closed rows later would swallow these rows. So quoting is strict, a row of
+    several lines has as many fields as the header, and what breaks this loses its first line alone: the lines behind it
+    are read again. A line of TSV, a format without quoting, then keeps its marks if it has the fields of the header.
+    """
     csv.field_size_limit(MAX_FIELD_BYTES)  # a limit of the whole process, in which no other code reads CSV
+    try:
+        head = stream.peek(_HEAD_BYTES)
+    except READ_ERRORS:  # counted below, after the rows before it
+        head = b""
+    if match := _SEPARATOR.match(head):
+        delimiter = match[1].decode()
+        stream.skip(match.end())
+    if b"\r" in head[:-1] and b"\n" not in head:  # CR alone ends the rows, as in files of old spreadsheets
+        stream = ByteStream(partial(_with_newlines, stream), stream.position)
     feed = _Feed(stream)
-    rows = csv.reader(feed, delimiter=delimiter)
-    seen_header = False
-    row = 0
+    rows = csv.reader(feed, delimiter=delimiter, strict=True)
+    num_columns = row = 0
     while True:
-        feed.too_large = False
+        feed.row, fields, problem = [], list[str](), ""
         try:
             fields = next(rows)
         except StopIteration:
@@ -211,17 +245,28 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             yield row, unreadable(error, source, row)
             return
         except csv.Error as error:
-            yield row, failed("too_large" if "limit" in str(error) else "invalid_csv", source, row, str(error))
-            row += 1
+            problem = f"{error}{_BACKSLASH if _ESCAPED in feed.row[0] else ''}"
+        if num_columns == 0 and not problem and feed.row != [_TOO_LARGE]:
+            num_columns = len(fields)
+            if fields:  # blank lines before the header are none
+                yield -1, fields
             continue
-        if not seen_header:
-            seen_header = True
-            yield -1, fields
-            continue
-        if feed.ended:
-            yield row, failed("invalid_csv", source, row, "a quoted field is never closed")
-        elif feed.too_large:
+        literal = [line.count(delimiter) == num_columns - 1 > 0 for line in feed.row if delimiter == "\t"]
+        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or (literal and all(literal))):
+            problem = f"a quotation mark is closed {len(feed.row) - 1} lines later"
+        if feed.row == [_TOO_LARGE]:
             yield row, failed("too_large", source, row, f"a line of more than {MAX_FIELD_BYTES // MIB} MiB")
-        else:
+        elif not problem:
             yield row, fields
+        else:
+            if literal and literal[0]:
+                yield row, feed.row[0].rstrip("\r\n").split(delimiter)
+            else:
+                reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
+                yield row, failed(reason, source, row, problem)
+            feed.reread()
         row += 1
+
+
+def _with_newlines(stream: ByteStream, num_bytes: int) -> bytes:
+    return stream.read(num_bytes).replace(b"\r", b"\n")

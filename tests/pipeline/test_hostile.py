@@ -166,7 +166,7 @@ UTF_16 = b"\xff\xfe" + "good\n??\nlast".encode("utf-16-le")
 LOST = ["first", "unreadable", "unreadable"]  # the member, and what follows it in the archive
 DOCUMENTS = {
     "JSON lines": ("jsonl", b"\n".join(JSON_LINES), list(JSON_LINES.values())),
-    "rows of CSV": ("csv", CSV, ["a", "invalid_csv", "b\nc", "invalid_utf8", "", "invalid_csv", "invalid_csv"]),
+    "rows of CSV": ("csv", CSV, ["a", "invalid_csv", "b\nc", "invalid_utf8", "", "invalid_csv", "invalid_csv", "f"]),
     "a text that commas cut": ("csv", b'text\n"a, b"\na, b, c\nd,\n', ["a, b", "invalid_csv", "d"]),
     "CSV of another column": ("csv", b"body,id\n", ["no_text_field"]),
     "Parquet that is none": ("parquet", b"PAR1 but no more", ["unreadable"]),

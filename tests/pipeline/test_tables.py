@@ -31,10 +31,41 @@ def read_csv(data, chunk_bytes=1 << 20, delimiter=","):
 
 @given(st.lists(st.tuples(CELL, CELL), max_size=8), st.sampled_from([",", "\t"]), st.sampled_from(["\n", "\r\n"]))
 def test_csv_is_read_as_the_csv_module_wrote_it(rows, delimiter, newline):
+    if delimiter == "\t":  # a line of TSV that has all columns is a row
+        rows = [tuple(cell.replace("\t", "") for cell in row) for row in rows]
     target = io.StringIO()
     csv.writer(target, delimiter=delimiter, lineterminator=newline).writerows([("id", "text"), *rows])
     records = read_csv(target.getvalue().encode(), 7, delimiter)
     assert [(record.text, record.offset) for record in records] == [(text, n) for n, (_, text) in enumerate(rows)]
+
+
+QUOTES = {
+    "opened and closed later": ('1\tb\n2\t"c\n3\td\n4\te"\n5\tf\n', ["b", '"c', "d", 'e"', "f"]),
+    "closed within a line": ('1\tb\n2\t"c\n3\td "x" y\n4\te\n', ["b", '"c', 'd "x" y', "e"]),
+    "never closed": ('1\t"b\n2\tc\n', ['"b', "c"]),
+    "of Excel": ('1\t"b ""c"" d"\n2\t"two\nlines"\n', ['b "c" d', "two\nlines"]),
+    "behind the text": ('1\t"b" c\n2\td\n', ['"b" c', "d"]),
+    "escaped": ('1,"a \\"b\\" c"\n2,d\n', ["invalid_csv", "d"]),
+    "with commas": ('1,"a\n2,b\n3,c "d" e\n4,f\n', ["invalid_csv", "b", 'c "d" e', "f"]),
+    "wrong columns": ('1,"a\n2,b,"\n3,"c, d"\n', ["a\n2,b,", "c, d"]),
+    "CR alone": ('1,a\r2,"b, c"\r3,d', ["a", "b, c", "d"]),
+    "named delimiter": ("1;a, b\n2;c\n", ["a, b", "c"]),
+}
+
+
+@pytest.mark.parametrize("name", QUOTES)
+@pytest.mark.parametrize("chunk_bytes", [5, 1 << 20])
+def test_a_quotation_mark_costs_no_row_but_its_own(name, chunk_bytes):
+    body, expected = QUOTES[name]
+    newline = "\r" if "CR" in name else "\n"
+    delimiter = next(mark for mark in "\t;," if mark in body)
+    named = "sep=;\n" if delimiter == ";" else ""
+    data = f"{named}id{delimiter}text{newline}{body}".encode()
+    records = read_csv(data, chunk_bytes, "\t" if delimiter == "\t" else ",")
+    assert [record.reason if isinstance(record, ReadFailure) else record.text for record in records] == expected
+    assert [record.offset for record in records] == list(range(len(expected)))
+    if name == "escaped":
+        says(records[0].message, '""')
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), "dictionary"])
