@@ -138,12 +138,12 @@ class PipelineConfig(Strict):
             remedy = f"content.{'image' if kind == 'images' else 'audio'} for Parquet" if media else settings
             problems.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
         chosen = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
-        if media and chosen != "auto":
+        if media and not chosen.startswith("auto"):
             problems.append(
                 f"corpus.format = {chosen}: has no effect with content.kind = {kind}, whose files are known by their "
                 "endings; remove it"
             )
-        if not media and chosen not in ("auto", *FIELD_FORMATS):
+        if not media and chosen not in ("auto", "auto_text_file", *FIELD_FORMATS):
             problems.append(
                 f"corpus.format = {chosen}: has no columns; content.kind = {kind} is read from "
                 f"{', '.join(FIELD_FORMATS)}"

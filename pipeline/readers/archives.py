@@ -104,9 +104,12 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         member_kind = _KINDS.get(kind, f"of the unknown type {kind!r}")
         if kind in (b"0", b"\0") and path.endswith("/"):
             member_kind = "folder"
+        more = kind == b"S" and header[482]  # the map of holes of a sparse file goes on in blocks behind its header
+        while more:
+            more = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
         contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
         end = stream.position + _padded(contents.left)
-        yield Member(path, "a sparse file" if sparse else member_kind, start, ByteStream(contents.read))
+        yield Member(path, "a sparse file" if sparse or kind == b"S" else member_kind, start, ByteStream(contents.read))
         stream.skip(end - stream.position)  # what the reader of the member has left
         name = size = None
         sparse = False

@@ -20,12 +20,19 @@ END = 2**62
 
 MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 
-Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv", "blob", "label", "other"]
-"""blob: one image or clip. label: a label of one. other: a file of a corpus of images or clips that is neither."""
+Choice = Literal[
+    "auto", "auto_text_file", "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet"
+]
+"""Settings of `corpus.format`; the last ones are formats of all files."""
+Format = Literal[
+    "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet", "blob", "label", "other"
+]
+"""json: a value of several lines. wet: texts of web pages, as Common Crawl publishes them. blob: one image or clip.
+label: a label of one. other: a file of a corpus of images or clips that is neither."""
 NO_TEXT = "no_text_field"
 _SHOWN_CHARACTERS = 200
 _MIN_DOCUMENT_BYTES = 64
-FIELD_FORMATS = ("jsonl", "csv", "tsv", "parquet")
+FIELD_FORMATS = ("jsonl", "json", "csv", "tsv", "parquet")
 """Formats of files whose rows have several values."""
 
 Names = tuple[str, ...]
@@ -47,13 +54,17 @@ SUFFIXES: dict[str, Format] = {
     ".ipc": "arrow",
     ".csv": "csv",
     ".tsv": "tsv",
+    ".wet": "wet",
 }
 MARKDOWN = {".md", ".markdown", ".rst"}
-# Read as JSON Lines if the file is named explicitly, or if its first line is an object with the key of the text; in a
-# searched folder it is more often a description.
+# Read if the file is named explicitly, or if its first object has the key of the text; in a searched folder it is more
+# often a description.
 JSON_SUFFIX = ".json"
 TAR_SUFFIX = ".tar"
-COMPRESSED_SUFFIXES = {".gz": "", ".xz": "", ".zst": "", ".zstd": "", ".bz2": "", ".tgz": ".tar", ".txz": ".tar"}
+COMPRESSED_SUFFIXES = {
+    **dict.fromkeys((".gz", ".bgz", ".xz", ".zst", ".zstd", ".bz2"), ""),
+    **dict.fromkeys((".tgz", ".txz", ".tbz", ".tbz2", ".tzst"), ".tar"),
+}
 """Suffixes of compressed files, each with the further suffix that it implies."""
 
 
@@ -118,6 +129,8 @@ class ReadFailure(Strict):
     source: str
     offset: int
     message: str
+    rest: bool = False
+    """True if the rest of the source is lost with it."""
 
     def __str__(self) -> str:
         return f"{self.source}:{self.offset} {self.reason}: {self.message}"
@@ -134,7 +147,8 @@ def failed(reason: str, source: str, offset: int, message: str) -> ReadFailure:
 
 def unreadable(error: Exception, source: str, offset: int) -> ReadFailure:
     """The failure for the rest of a source after this offset."""
-    return failed("unreadable", source, offset, f"{error or type(error).__name__} (the rest of {source} is lost)")
+    message = f"{error or type(error).__name__} (the rest of {source} is lost)"
+    return ReadFailure(reason="unreadable", source=source, offset=offset, message=message, rest=True)
 
 
 class Part(Strict):
@@ -176,9 +190,10 @@ class FilesCorpus(Strict):
     exclude: list[str] = Field(default_factory=list)
     """Patterns of files to leave out of folders and globs, such as `drafts/*`, for the path relative to the folder; `*`
     also matches `/`."""
-    format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
+    format: Choice = "auto"
     """text: one document a line. text_file: one document a file. auto: by content, then name
-    (docs/reference/formats.md); a .txt in an archive is text_file (OpenWebText)."""
+    (docs/reference/formats.md); a .txt is text, in an archive text_file (OpenWebText). auto_text_file: auto, but every
+    .txt is text_file."""
     text_field: TextField = "text"
     """Key or column of the text. Several, as in [title, body], are joined by newlines; empty ones are left out."""
     max_document_mib: float = MAX_DOCUMENT_MIB
@@ -252,6 +267,8 @@ class Rules:
     """Largest file, uncompressed; None: any."""
     blobs: BlobRules | None = None
     """Rules for images or clips; None for texts."""
+    plain: Literal["text", "text_file"] = "text"
+    """Format of a .txt outside an archive."""
 
     @property
     def suffixes(self) -> Collection[str]:
@@ -266,11 +283,13 @@ def rules_of(
     blobs: BlobRules | None = None,
 ) -> Rules:
     """The rules of a corpus."""
-    fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
+    choice: Choice = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
+    fixed = None if choice == "auto" or choice == "auto_text_file" else choice
+    plain: Literal["text", "text_file"] = "text" if choice == "auto" else "text_file"
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
     names = (corpus.text_field,) if isinstance(corpus.text_field, str) else tuple(corpus.text_field)
-    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs)
+    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs, plain)
 
 
 def missing(names: Names, present: Sequence[str], what: str = "column") -> str | None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -33,7 +33,7 @@ from declutr.pipeline.readers.corpus import (
     is_hidden,
     unreadable,
 )
-from declutr.pipeline.readers.lines import as_utf8, encoding_of, read_jsonl, read_text, read_text_file
+from declutr.pipeline.readers.lines import as_utf8, encoding_of, json_values, read_jsonl, read_text, read_text_file
 from declutr.pipeline.readers.rows import read_json_fields
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
@@ -55,11 +55,13 @@ from declutr.pipeline.readers.tables import (
     read_forward_parquet,
     read_parquet,
 )
+from declutr.pipeline.readers.wet import read_wet
 
 MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compressed; OpenWebText has two levels
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _PARQUET = b"PAR1"
-_IN_UTF8 = ("jsonl", "text", "text_file", "csv", "tsv")
+JSON_HEAD_BYTES = BLOCK_BYTES << 12  # 2 MiB; a longer first object is data, as no description is
+_IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv")
 
 
 class Meter:
@@ -184,23 +186,59 @@ def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format |
     if head.startswith(ARROW_FILE):
         return "arrow"
     suffix = bare_suffix(name)
-    by_suffix: Format | None = "jsonl" if suffix == JSON_SUFFIX else SUFFIXES.get(suffix)
+    if suffix == JSON_SUFFIX or (not suffix and has_key(head, rules)):
+        return "json" if _is_one_value(head) else "jsonl"
     if not suffix:
-        return "jsonl" if is_json_lines(head, rules) else "text_file" if is_prose(head) else None
-    return "text_file" if by_suffix == "text" and inside else by_suffix
+        return "wet" if head.startswith(b"WARC/") else "text_file" if is_prose(head) else None
+    by_suffix = SUFFIXES.get(suffix)
+    return ("text_file" if inside else rules.plain) if by_suffix == "text" else by_suffix
 
 
-def is_json_lines(head: bytes, rules: Rules) -> bool:
-    """Returns True if the first line is an object with a key that is read, as far as the head of the file shows it."""
-    line, newline, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+def head_of(stream: ByteStream, name: str) -> bytes:
+    """The first bytes of a file, as many as its format needs: of a .json and without an ending, its first object."""
+    num_bytes = BLOCK_BYTES
+    head = stream.head(num_bytes)
+    while (
+        bare_suffix(name) in ("", JSON_SUFFIX)
+        and len(head) == num_bytes < JSON_HEAD_BYTES
+        and _value_of(head) == ({}, True)
+    ):
+        num_bytes *= 8
+        head = stream.head(num_bytes)
+    return head
+
+
+def has_key(head: bytes, rules: Rules) -> bool:
+    """Returns True if the first object has a key that is read, or is cut after it, or is longer than what is read."""
     names = rules.keys.values() if rules.keys else rules.text_names
-    written = [json.dumps(name, ensure_ascii=escaped) for name in names for escaped in (True, False)]
-    if not line.startswith(b"{") or not any(key.encode("utf-8", "replace") in line for key in written):
-        return False
+    value, is_cut = _value_of(head)
+    return any(name in value for name in names) or (is_cut and len(head) >= JSON_HEAD_BYTES)
+
+
+def is_object(head: bytes) -> bool:
+    """Returns True if the first line may be an object."""
+    return not _is_one_value(head) and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+
+
+def _is_one_value(head: bytes) -> bool:
+    """Returns True for JSON that is an array, or an object over several lines."""
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    return text.startswith(b"[") or text.partition(b"\n")[0].strip() == b"{"
+
+
+def _value_of(head: bytes) -> tuple[dict[str, Any], bool]:
+    """The first object of JSON, also of an array; none, and True if it is cut, so that more bytes may show it."""
+    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").lstrip()
+    text = text[1:].lstrip() if text.startswith("[") else text
+    if not text.startswith("{"):
+        return {}, False
     try:
-        return not newline or isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+        value, _ = json.JSONDecoder().raw_decode(text if _is_one_value(head) else text.partition("\n")[0])
+    except RecursionError:
+        return {}, False
+    except ValueError:
+        return {}, _is_one_value(head) or "\n" not in text
+    return value, False
 
 
 def is_prose(head: bytes) -> bool:
@@ -240,10 +278,11 @@ def read_stream(
     """
     allowance = Allowance(stream) if allowance is None else allowance
     try:
-        head = stream.peek(BLOCK_BYTES)
+        stream.peek(BLOCK_BYTES)
     except READ_ERRORS as error:
         yield unreadable(error, source, 0)
         return
+    head = head_of(stream, source)
     compression = compression_of(head)
     archive = is_tar(head) or (compression is None and rules.format is None and bare_suffix(source) == TAR_SUFFIX)
     if (compression and compressed == MAX_DEPTH) or (archive and depth == MAX_DEPTH):
@@ -293,10 +332,12 @@ def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowan
 
 READERS: dict[Format, Callable[[Body], Records]] = {
     "jsonl": lambda body: read_json_fields(body) if body.rules.keys else read_jsonl(body),
+    "json": lambda body: (read_json_fields if body.rules.keys else read_jsonl)(body, json_values),
     "text": read_text,
     "text_file": read_text_file,
     "csv": partial(read_delimited, delimiter=DELIMITERS["csv"]),
     "tsv": partial(read_delimited, delimiter=DELIMITERS["tsv"]),
+    "wet": read_wet,
     "parquet": read_forward_parquet,
     "arrow": read_arrow_stream,
     "blob": read_blob,

@@ -134,7 +134,7 @@ def _find_remote(address: str) -> Iterator[Input]:
         raise OSError(unreached)
     with network_errors():
         files, path, query = filesystem(address)
-        if glob.has_magic(path):
+        if glob.has_magic(path) and not files.isfile(path):  # a key may hold brackets
             parts = path.split("/")
             num_plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
             root = "/".join(parts[:num_plain])
@@ -152,6 +152,8 @@ def _find_remote(address: str) -> Iterator[Input]:
             except FileNotFoundError:
                 return
             if entry["type"] == "file":
+                if entry["size"] is None:
+                    raise OSError("the server does not tell its size (Content-Length); download it, and name the file")
                 yield Input(
                     address_of(files, path, address, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
                 )
@@ -160,5 +162,7 @@ def _find_remote(address: str) -> Iterator[Input]:
             infos = files_below(files, path) if below_it else files.find(path, detail=True)
         for name in sorted(infos):  # a store lists in any order, and the order of files is that of training
             relative = name.removeprefix(root).lstrip("/")
+            if "?" in name and is_object_store(files):
+                raise OSError(f"the key {name!r} has a ?, behind which an address has its options; rename it")
             if infos[name]["type"] == "file" and not is_hidden(relative):
                 yield Input(address_of(files, name, address, query), relative, infos[name]["size"] or 0, searched=True)

@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -223,11 +223,32 @@ def json_lines(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailu
         yield unreadable(error, body.source, offset)
 
 
-def read_jsonl(body: Body) -> Records:
-    """One JSON object a line, with the text under the names of the rules."""
+def json_values(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailure]:
+    """The values of an array, or one value, of any number of lines, with their positions; held in memory whole."""
+    data = bytearray()
+    try:
+        while len(data) <= MAX_HELD_BYTES and (chunk := body.stream.read()):
+            data += chunk
+        if len(data) > MAX_HELD_BYTES:
+            yield failed("too_large", body.source, 0, f"JSON of several lines and more than {MAX_HELD_BYTES >> 20} MiB")
+            return
+        value = memoryview(data.removeprefix(_BOM))
+        values = [value]
+        if data.removeprefix(_BOM).lstrip().startswith(b"["):
+            values = [memoryview(raw) for raw in msgspec.json.decode(value, type=list[msgspec.Raw])]
+    except READ_ERRORS as error:
+        yield unreadable(error, body.source, 0)
+    except (ValueError, RecursionError) as error:
+        yield failed("invalid_json", body.source, 0, f"{error}; an array of objects, or an object a line, is read")
+    else:
+        yield from ((bytes(raw), _address(raw) - _address(value)) for raw in values)
+
+
+def read_jsonl(body: Body, values: Callable[..., Iterator[Any]] = json_lines) -> Records:
+    """One JSON object a line (or value), with the text under the names of the rules."""
     source, names, max_bytes = body.source, body.rules.text_names, body.rules.max_bytes
     parse = _decoder(names, str if len(names) == 1 else str | None).decode
-    for line in json_lines(body):
+    for line in values(body):
         if isinstance(line, ReadFailure):
             yield line
             continue

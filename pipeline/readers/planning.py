@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +23,7 @@ from declutr.pipeline.readers.corpus import (
     JSON_SUFFIX,
     MIB,
     TAR_SUFFIX,
+    Choice,
     FilesCorpus,
     HubCorpus,
     Input,
@@ -31,12 +32,19 @@ from declutr.pipeline.readers.corpus import (
     bare_suffix,
     rules_of,
 )
-from declutr.pipeline.readers.files import format_of, is_json_lines
+from declutr.pipeline.readers.files import format_of, has_key, head_of, is_object
 from declutr.pipeline.readers.hub import hub_inputs
 from declutr.pipeline.readers.inputs import find_inputs
 from declutr.pipeline.readers.lines import encoding_of
 from declutr.pipeline.readers.rows import FieldRows, TextRows, rows_of
-from declutr.pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
+from declutr.pipeline.readers.skipped import (
+    EXCLUDED,
+    UNREADABLE,
+    Skipped,
+    advice_on,
+    describe_skipped,
+    left_by_programs,
+)
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
     READ_ERRORS,
@@ -66,6 +74,8 @@ class Cut(NamedTuple):
     """Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused."""
     skipped: bool = False
     """True if a search met the file and its format is unknown."""
+    doubtful: tuple[Part, ...] = ()
+    """Parts of a skipped .json with an object a line, which are read if a .json beside it is data."""
 
 
 def _cut_archive(
@@ -201,7 +211,11 @@ def file_parts(
     parts: list[Part] = []
     failing: list[str] = []
     num_good = 0
-    for file, cut in zip(files, _cut_all(files, rules, part_bytes), strict=True):
+    cuts = list(_cut_all(files, rules, part_bytes))
+    of_data = {_place(file) for file, cut in zip(files, cuts, strict=True) if cut.parts and not cut.problem}
+    for file, cut in zip(files, cuts, strict=True):
+        if cut.doubtful and _place(file) in of_data:  # its first line lacks the key, others may have it
+            cut = Cut(list(cut.doubtful))
         parts += cut.parts
         num_good += bool(cut.parts) and cut.problem is None
         if cut.skipped:
@@ -217,6 +231,11 @@ def file_parts(
             f"corpus.paths: no file found is named like {' '.join(rules.suffixes)} or is an archive of such files"
         )
     return parts, list(dict.fromkeys(problems))
+
+
+def _place(file: Input) -> tuple[str, str]:
+    """Folder and ending of a file."""
+    return file.path.rpartition("/")[0], bare_suffix(file.source)
 
 
 def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[list[Input], list[str]]:
@@ -236,7 +255,9 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
         for file in matches:
             if file.searched and any(fnmatchcase(file.source, pattern) for pattern in corpus.exclude):
                 skipped.add(EXCLUDED, file.source)
-            elif not file.searched or corpus.format != "auto" or _is_candidate(file, rules):
+            elif file.searched and (kind := left_by_programs(file.source)):
+                skipped.add(kind, file.source)
+            elif not file.searched or rules.format or _is_candidate(file, rules):
                 usable.append(file)
             else:
                 skipped.add_file(file.source)
@@ -289,8 +310,14 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(_cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
+            opened.seek(0)
+            head = max(head, head_of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source), key=len)
             file_format = format_of(head, file.source, rules, inside=False)
-            if file_format is None or (file.searched and not _is_data(head, file, rules)):
+            if file_format is None:
+                return _unknown(file, rules)
+            if file_format == "jsonl" and is_object(head) and not _is_data(head, file, rules):
+                return Cut([], skipped=True, doubtful=tuple(_cut_ranges(file, file_format, part_bytes)))
+            if not _is_data(head, file, rules):
                 return _unknown(file, rules)
             if rules.keys and (refusal := _refused(file, file_format, rules)):
                 return refusal
@@ -347,8 +374,8 @@ def _unknown(file: Input, rules: Rules) -> Cut:
         )
     return Cut(
         [],
-        f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to jsonl, text, "
-        f"text_file, parquet, arrow, csv or tsv{advice_on(file.source)}",
+        f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to "
+        f"{', '.join(get_args(Choice)[2:])}{advice_on(file.source)}",
     )
 
 
@@ -363,9 +390,11 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     opened.seek(0)
     beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
     try:
-        head = decompressed(beginning, compression, Allowance(beginning), BLOCK_BYTES).peek(BLOCK_BYTES)
+        stream = decompressed(beginning, compression, Allowance(beginning), BLOCK_BYTES)
+        stream.peek(BLOCK_BYTES)
     except READ_ERRORS:
         return whole
+    head = head_of(stream, file.source)
     if is_tar(head) and weight > part_bytes:
         packed = stream_of(opened, file.path)
         inner = decompressed(packed, compression, Allowance(packed))
@@ -373,10 +402,12 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
         return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
     nested = is_tar(head) or compression_of(head) is not None
     is_data = format_of(head, file.source, rules, inside=False) is not None and _is_data(head, file, rules)
-    return whole if is_expected or nested or is_data else _unknown(file, rules)
+    if is_expected or nested or is_data:
+        return whole
+    return Cut([], skipped=True, doubtful=tuple(whole.parts)) if is_object(head) else _unknown(file, rules)
 
 
 def _is_data(head: bytes, file: Input, rules: Rules) -> bool:
-    """Returns False for a .json that a search met, if its first line is no object with a key that is read."""
+    """Returns False for a .json that a search met, if its first object has no key that is read."""
     is_expected = not file.searched or rules.format is not None or rules.blobs is not None
-    return is_expected or bare_suffix(file.source) != JSON_SUFFIX or is_json_lines(head, rules)
+    return is_expected or bare_suffix(file.source) != JSON_SUFFIX or has_key(head, rules)

@@ -4,7 +4,7 @@ Each kind of row is a class. The containers of tables.py read only its columns, 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,8 @@ from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
 NO_COLUMN = "no_column"
-_DICTIONARY_ROWS = 32  # rows of a batch of a dictionary column; each batch holds the whole dictionary
+_DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
+_MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
 _FIELD_ROWS = 32
 _SHOWN_CHARACTERS = 300
 # Types of text, with the type that has the same bytes and does not promise UTF-8.
@@ -76,8 +77,9 @@ class TextRows:
         return None
 
     def batch_rows(self, schema: pa.Schema) -> int:
-        """Rows to read at a time: memory holds a page and a text, or a dictionary and a few texts."""
-        return _DICTIONARY_ROWS if any(pa.types.is_dictionary(schema.field(name).type) for name in self.names) else 1
+        """Rows to read at a time: memory holds a page and a text, or a dictionary and a text."""
+        kinds = [pa.types.is_dictionary(schema.field(name).type) for name in self.names]
+        return _DICTIONARY_ROWS if all(kinds) else _MIXED_ROWS if any(kinds) else 1
 
     def of_batch(self, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
         """The documents of a batch, with the row as offset; a row of nulls gives a failure.
@@ -199,13 +201,13 @@ def missing_key(keys: Keys, columns: Any) -> str:
     return message
 
 
-def read_json_fields(body: Body) -> Records:
-    """The values of one JSON object a line."""
+def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_lines) -> Records:
+    """The values of one JSON object a line (or value)."""
     rows, source = FieldRows(body.rules), body.source
     fields: list[Any] = [(f"value{number}", Any, msgspec.UNSET) for number in range(len(rows.names))]
     renamed = {f"value{number}": name for number, name in enumerate(rows.names)}
     parse = msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=renamed)).decode
-    for line in json_lines(body):
+    for line in lines(body):
         if isinstance(line, ReadFailure):
             yield line
             continue

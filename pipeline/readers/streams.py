@@ -8,7 +8,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -34,12 +34,7 @@ READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 
 _COMPRESSED_BYTES = 1 << 16
 _ZSTD_BYTES = 1 << 16  # bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged
-_MAGIC = (
-    ("gz", b"\x1f\x8b\x08"),
-    ("xz", b"\xfd7zXZ\x00"),
-    ("zst", b"\x28\xb5\x2f\xfd"),
-    ("zst", b"\x50\x2a\x4d\x18"),  # a skippable frame, as pzstd writes first
-)
+_MAGIC = (("gz", b"\x1f\x8b\x08"), ("xz", b"\xfd7zXZ\x00"), ("zst", b"\x28\xb5\x2f\xfd"))
 _BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
 
 
@@ -83,6 +78,12 @@ class ByteStream:
         while len(self._buffer) - self._next < num_bytes and (more := self._more(self._chunk_bytes)):
             self._buffer = self._buffer[self._next :] + more
             self._next = 0
+        return self._buffer[self._next : self._next + num_bytes]
+
+    def head(self, num_bytes: int) -> bytes:
+        """The next bytes without consuming them; fewer at the end and before damage, which `read` then meets."""
+        with suppress(*READ_ERRORS):
+            self.peek(num_bytes)
         return self._buffer[self._next : self._next + num_bytes]
 
     def read(self, num_bytes: int = CHUNK_BYTES) -> bytes:
@@ -143,6 +144,8 @@ def compression_of(head: bytes) -> str | None:
     for name, magic in _MAGIC:
         if head.startswith(magic):
             return name
+    if head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5:  # a skippable frame, as pzstd writes first
+        return "zst"
     return "bz2" if head.startswith(b"BZh") and head[4:10] in _BZ2 else None
 
 
@@ -184,7 +187,12 @@ def decompressed(
         below, size = _Members(source, compression).read, chunk_bytes
 
     def read(num_bytes: int) -> bytes:
-        data: bytes = below(min(num_bytes, size))
+        try:
+            data: bytes = below(min(num_bytes, size))
+        except pa.ArrowException as error:
+            if "too much memory" not in str(error):
+                raise
+            raise OSError("its window is above 128 MiB; compress it again with zstd --long=27 or less") from error
         allowance.spend(len(data))
         return data
 

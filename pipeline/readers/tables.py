@@ -218,15 +218,12 @@ def header_problem(head: bytes, rules: Rules, delimiter: str) -> str | None:
 def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator[tuple[int, list[str] | ReadFailure]]:
     """The fields of every row, with its number; the first row without a failure is the header, number -1.
 
-    A quotation mark that opens a field and is closed rows later would swallow these rows. So quoting is strict, a row of
-    several lines has as many fields as the header, and what breaks this loses its first line alone: the lines behind it
-    are read again. A line of TSV, a format without quoting, then keeps its marks if it has the fields of the header.
+    A quotation mark that opens a field and is closed rows later would swallow these rows. So quoting is strict, a row
+    of several lines has as many fields as the header, and what breaks this loses its first line alone: the lines behind
+    it are read again. A line of TSV, which has no quoting, keeps its marks then if it has the fields of the header.
     """
     csv.field_size_limit(MAX_FIELD_BYTES)  # a limit of the whole process, in which no other code reads CSV
-    try:
-        head = stream.peek(_HEAD_BYTES)
-    except READ_ERRORS:  # counted below, after the rows before it
-        head = b""
+    head = stream.head(_HEAD_BYTES)
     if match := _SEPARATOR.match(head):
         delimiter = match[1].decode()
         stream.skip(match.end())

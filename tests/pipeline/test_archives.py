@@ -207,3 +207,37 @@ def test_large_texts_before_small_ones_are_read_in_bounded_memory(tmp_path, kind
     found, _, peak_mib = measured(tmp_path)
     assert found == {"document": num_large + 20_000}
     assert peak_mib < MAX_RSS_MIB
+
+
+def test_the_map_of_a_sparse_file_goes_on_behind_its_header(tmp_path):
+    """As GNU tar writes a file with more than four regions."""
+    info = tarfile.TarInfo("holes.txt")
+    info.type, info.size = b"S", 600
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[482] = 1
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    more, last = bytearray(512), bytearray(512)
+    more[504] = 1
+    sparse = bytes(header + more + last) + b"x" * 600 + bytes(512 - 600 % 512)
+    before, after = tar([("a.txt", b"a")])[:1024], tar([("b.txt", b"b")])
+    (tmp_path / "a.tar").write_bytes(before + sparse + sparse + after)
+    for unit_mib in (64.0, 1e-6):
+        texts = [outcome for _, outcome in outcomes(read_all(files(tmp_path), unit_mib))]
+        assert texts == ["a", "not_a_file", "not_a_file", "b"]
+
+
+@pytest.mark.parametrize("number", [0, 7, 15])
+def test_skippable_frames_of_zstd_are_skipped(tmp_path, number):
+    frame = bytes([0x50 + number]) + b"\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"
+    packed = COMPRESSORS["zst"](b"a\nb\n")
+    (tmp_path / "a.txt.zst").write_bytes(frame + packed + frame + packed)
+    assert [text for _, text in outcomes(read_all(files(tmp_path)))] == ["a", "b"] * 2
+
+
+@pytest.mark.parametrize("name", ["a.tbz2", "b.tzst", "c.tbz", "d.txt.bgz"])
+def test_short_endings_of_compressed_files_are_known(tmp_path, name):
+    data = tar([("x.txt", b"x")]) if name[2] == "t" and "." not in name[2:] else b"x\n"
+    pack = COMPRESSORS["zst" if "zst" in name else "gz" if "bgz" in name else "bz2"]
+    (tmp_path / name).write_bytes(pack(data))
+    assert [text for _, text in outcomes(read_all(files(tmp_path)))] == ["x"]

@@ -81,7 +81,7 @@ def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplo
     shown_lines = [line for line in lines if line.startswith(("  not kept", "  hint"))]
     for line, words in zip(warnings + shown_lines, advice + reasons, strict=True):
         says(line, words)
-    assert not reasons[1:] or lines[-1].endswith("corpus.format=text_file")
+    assert not reasons[1:] or lines[-1].endswith("corpus.format=auto_text_file")
 
 
 def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):

@@ -12,8 +12,10 @@ from corpora import files, outcomes, read_all, tar
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
+from messages import says
 from processes import run_python
 from s3server import s3_server
+from serving import Handler, serving
 
 from declutr.common.stores.address import files_below, filesystem
 from declutr.common.stores.folder import Folder
@@ -271,6 +273,37 @@ def test_a_folder_and_globs_of_a_store_have_the_files_of_this_machine(bucket, pl
     units, problems = plan_units(corpus, None)
     assert [part.source[-7] for unit in units for part in unit.parts] == list(found)
     assert len(problems) == (not found)
+
+
+def test_odd_keys_of_a_store_are_read_or_refused_by_name():
+    import boto3
+
+    good = ("b[1].jsonl", "marker/", "marker/a.jsonl", "p%20q#r.jsonl")
+    with s3_server() as address:
+        client = boto3.client("s3", endpoint_url=address("").partition("endpoint_override=")[2])
+        for folder, names in (("good", good), ("slash", ("/x.jsonl",)), ("query", ("a?b.jsonl",))):
+            for name in names:
+                body = b"" if name.endswith("/") else b'{"text": "x"}'
+                client.put_object(Bucket="bucket", Key=f"{folder}/{name}", Body=body)
+        records = read_all(FilesCorpus(kind="files", paths=[address("good")]))
+        assert [source for source, _ in outcomes(records)] == [good[0], *good[2:]]
+        assert len(read_all(FilesCorpus(kind="files", paths=[address("good/b[1].jsonl")]))) == 1
+        for folder, why in (("slash", "//"), ("query", "?")):
+            (problem,) = plan_units(FilesCorpus(kind="files", paths=[address(folder)]), None)[1]
+            says(problem, why, "rename")
+
+
+def test_a_server_that_tells_no_size_is_refused():
+    class Silent(Handler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+    with serving(Silent) as host:
+        (problem,) = plan_units(FilesCorpus(kind="files", paths=[f"http://{host}/a.jsonl"]), None)[1]
+        says(problem, "Content-Length", "download")
 
 
 def test_a_folder_that_a_store_refuses_to_list_ends_the_search(tmp_path):

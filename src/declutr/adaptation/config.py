@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -18,6 +18,7 @@ from declutr.common.paths import expand
 from declutr.common.storage import write_text
 from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.readers.corpus import Choice
 from declutr.trainer.config import TrainConfig
 
 PASSAGE_TOKENS = 62  # two fewer than a window of the shards, for the special tokens
@@ -42,7 +43,7 @@ class AdaptConfig(Strict):
     """Folder or name of the encoder to start from."""
     corpus: list[str] = Field(min_length=1)
     """Files, folders or globs of documents."""
-    format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
+    format: Choice = "auto"
     """Format of the corpus, as `corpus.format` of `prepare`."""
     text_field: list[str] = Field(default=["text"], min_length=1)
     """Column or columns with the text of a document."""

@@ -5,7 +5,7 @@ from typing import Any
 
 # The choices of options stand here too, because `--help` must not wait for numpy and pyarrow;
 # tests/test_repository.py compares them with the settings that they choose.
-FORMATS = ("auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv")
+FORMATS = ("auto", "auto_text_file", "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet")
 POOLINGS = ("mean", "cls", "max", "mean_without_cls")
 PRECISIONS = ("auto", "fp32", "bf16")
 TARGETS = ("onnx", "onnx-int8", "static")

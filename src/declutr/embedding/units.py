@@ -31,10 +31,9 @@ from declutr.pipeline.job.units import (
     read_unit,
     with_file_states,
 )
-from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record, TextField
+from declutr.pipeline.readers.corpus import Choice, Document, FilesCorpus, ReadFailure, Record, TextField
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 
-Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 VectorType = Literal["float32", "int8"]
 """Type of the vectors of an index."""
 
@@ -62,7 +61,7 @@ class EmbedConfig(Strict):
     """Key or column of the text, or several, as `prepare` takes them."""
     id_field: str | None = None
     """Key or column of a text that identifies each row, written next to its embedding."""
-    format: Format = "auto"
+    format: Choice = "auto"
     """Format of the inputs; auto detects it from name and content."""
     shape: Shape = Shape()
     skip_bad: bool = False

@@ -176,7 +176,7 @@ def test_pairs_in_files_of_other_formats_or_too_large_are_refused(tmp_path, make
     assert [row.texts for row in rows_of(make_texts("pairs", tmp_path / "in"))] == [("a", "b")]
     config = make_texts("pairs", tmp_path / "in" / "README.md")
     (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
-    says(problem, "pairs and triples", "jsonl, csv, tsv, parquet")
+    says(problem, "pairs and triples", "jsonl, json, csv, tsv, parquet")
     path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(f"premise {n}", "h" * 100, 0) for n in range(20)))
     monkeypatch.setattr(text_rows, "MAX_FILE_BYTES", 1000)
     with pytest.raises(OSError, match=all_of("a.jsonl", "pairs", "more than")):

@@ -30,6 +30,7 @@ _REMEDIES = {
     "OAuth2 access token": "No credentials for Google Cloud were found: set GOOGLE_APPLICATION_CREDENTIALS to a key "
     "file, or run `gcloud auth application-default login`",
     "NO_SUCH_BUCKET": "Name a bucket that exists",
+    "support range requests": "Download the file, and name the copy",
     "NETWORK_CONNECTION": "The store is not reached: check the network, and the address (?endpoint_override=HOST:PORT "
     "names a store other than AWS)",
 }
@@ -96,7 +97,7 @@ def files_below(files: Any, folder: str, levels: int | None = None) -> dict[str,
         levels: levels of folders to look into, 1: the folder alone; None: all.
 
     Raises:
-        OSError: a folder cannot be listed.
+        OSError: a folder cannot be listed, or keys in it cannot be read.
     """
     below, waiting = dict[str, dict[str, Any]](), [(folder, 1)]
     while waiting:
@@ -109,7 +110,9 @@ def files_below(files: Any, folder: str, levels: int | None = None) -> dict[str,
             name = str(facts["name"])
             if facts["type"] == "file":
                 below[name] = facts
-            elif name.rstrip("/") != here.rstrip("/") and level != levels:
+            elif level != levels:
+                if name.rstrip("/") == here.rstrip("/"):  # pyarrow's name of the folder without a name in this one
+                    raise OSError(f"keys with // below {name}/ cannot be read; rename them")
                 waiting.append((name, level + 1))
     return below
 
