@@ -50,8 +50,9 @@ class BatchTokenizer:
         self, backend: Tokenizer, engine: EngineName = "tokenizers", parsed: dict[str, Any] | None = None
     ) -> None:
         parsed = parse(backend) if parsed is None else parsed
-        if parsed["model"]["type"] == "Unigram":
-            backend = _without_special_pieces(parsed)
+        self._hidden = spelled_specials(backend, parsed)
+        if self._hidden:
+            backend = _without_pieces(parsed, self._hidden)
         self._backend = backend
         backend.encode_special_tokens = True
         backend.no_truncation()
@@ -97,6 +98,8 @@ class BatchTokenizer:
         for index, text in enumerate(texts):
             if not text:
                 continue
+            if self._hidden:
+                text = text.replace("\0", " ")  # with which the hidden pieces begin
             start, text = 0, self.prefix + text
             while self._cut and len(text) - start > _PIECE_CHARACTERS:
                 cut = self._cut.search(text, start + _PIECE_CHARACTERS)
@@ -107,15 +110,31 @@ class BatchTokenizer:
             yield index, text[start:]
 
 
-def _without_special_pieces(parsed: dict[str, Any]) -> Tokenizer:
+def spelled_specials(backend: Tokenizer, parsed: dict[str, Any]) -> set[str]:
+    """The special tokens that a text can spell, although the tokenizer does not look for them.
+
+    They are pieces of its model: of Unigram (XLM-R's) in any text, of others where the pre-tokenizer leaves them whole.
+    """
+    backend.encode_special_tokens = True
+    specials = {token["content"]: token["id"] for token in parsed["added_tokens"] if token["special"]}
+    texts = [f"{content} a {content}a{content}" for content in specials]
+    encoded = zip(specials.items(), backend.encode_batch_fast(texts, add_special_tokens=False), strict=True)
+    spelled = {content for (content, number), encoding in encoded if number in encoding.ids}
+    unknown = parsed["model"].get("unk_token")  # the model needs it, and a text that spells it is unknown
+    return set(specials) if parsed["model"]["type"] == "Unigram" and spelled else spelled - {unknown}
+
+
+def _without_pieces(parsed: dict[str, Any], hidden: set[str]) -> Tokenizer:
     """The tokenizer without special tokens, with the same ids.
 
-    Special tokens are pieces of a Unigram model (XLM-R's), which finds them in a text whether or not the tokenizer
-    looks for them. They get a NUL character, which no document holds. Their scores stay, because the least score
-    decides how unknown characters are treated.
+    Hidden pieces get a NUL character, which no text holds. The scores of Unigram stay, because the least score decides
+    how unknown characters are treated.
     """
-    specials = {token["content"] for token in parsed["added_tokens"] if token["special"]}
-    vocab = [[f"\0{piece}" if piece in specials else piece, score] for piece, score in parsed["model"]["vocab"]]
+    vocab: Any = parsed["model"]["vocab"]
+    if isinstance(vocab, dict):
+        vocab = {f"\0{piece}" if piece in hidden else piece: number for piece, number in vocab.items()}
+    else:
+        vocab = [[f"\0{piece}" if piece in hidden else piece, score] for piece, score in vocab]
     ordinary = [token for token in parsed["added_tokens"] if not token["special"]]
     changed = {"model": {**parsed["model"], "vocab": vocab}, "added_tokens": ordinary, "post_processor": None}
     return Tokenizer.from_str(json.dumps({**parsed, **changed}))

@@ -105,7 +105,27 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         raise ConfigError(
             "tokenizer", [f"tokenizer.name = {name!r} has no fast version, which is required; name another"]
         )
+    if dropout := getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+        problem = (
+            f"draws its ids at random (dropout = {dropout:.3g} of its BPE); set model.dropout to null in tokenizer.json"
+        )
+        raise ConfigError("tokenizer", [f"tokenizer.name = {name!r} {problem}"])
     return tokenizer
+
+
+def was_replaced(name: str, trust_remote_code: bool, saved: Path) -> bool:
+    """Returns True if a folder has another tokenizer than the one that was saved from it."""
+    file = expand(name) / "tokenizer.json"
+    if not file.is_file():
+        return False
+    if _facts(json.loads(file.read_bytes())) == _facts(json.loads((saved / file.name).read_bytes())):
+        return False  # the usual case, without the seconds that transformers takes
+    return fingerprint(load_tokenizer(name, trust_remote_code)) != fingerprint(load_tokenizer(str(saved)))
+
+
+def _facts(backend: dict[str, Any]) -> dict[str, Any]:
+    """What decides the ids of a text, of a tokenizer in JSON."""
+    return {key: backend[key] for key in ("normalizer", "pre_tokenizer", "added_tokens", "model")}
 
 
 def sentencepiece_problem(folder: Path) -> str | None:
@@ -183,8 +203,7 @@ def fingerprint(tokenizer: Any) -> str:
     model = backend["model"]
     if "merges" in model:
         model["merges"] = [" ".join(merge) for merge in model["merges"]]
-    identity = {key: backend[key] for key in ("normalizer", "pre_tokenizer", "added_tokens")}
-    return hash_json(identity | {"model": model, "special_ids": special_ids(tokenizer)})
+    return hash_json(_facts(backend) | {"model": model, "special_ids": special_ids(tokenizer)})
 
 
 def describe_tokenizer(tokenizer: Any, kind: Literal["pretrained", "train"]) -> TokenizerInfo:

@@ -1,8 +1,11 @@
 """Tokenizers of every kind on text in many scripts, and the ones that `prepare` trains."""
 
+import json
+
 import numpy as np
 import pytest
 from corpora import sentence
+from messages import all_of
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from vocabularies import MASK, unigram, wordpiece
@@ -82,6 +85,31 @@ def test_special_tokens_spelled_out_are_ordinary_text(folder, encoder):
         unknown = tokenizer.unk_token_id  # a sign that no text of the sample has
         assert not set(ids.tolist()) & (set(tokenizer.all_special_ids) - {unknown}), text
         assert len(ids) > 1, text
+
+
+@pytest.mark.parametrize("model", ["WordPiece", "WordLevel"])
+def test_special_tokens_that_a_word_spells_are_unknown_or_other_tokens(tmp_path, model):
+    """A pre-tokenizer that leaves signs in words gives them to the model, whose vocabulary holds them."""
+    names = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "word", "[", "]", "M"]
+    backend = Tokenizer(getattr(models, model)({name: n for n, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(names[:5])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    encoder = BatchTokenizer.load(tmp_path)
+    for text in ("word [MASK] word", "[SEP]", "\0[CLS] \0 [PAD]", "word[MASK]"):
+        (ids,) = encoder.encode([text])
+        assert set(ids.tolist()) <= {0, 5, 6, 7, 8}, text
+    assert encoder.encode(["word word"])[0].tolist() == [5, 5]
+
+
+def test_a_tokenizer_that_draws_its_ids_is_refused(tokenizer, tmp_path):
+    tokenizer.save_pretrained(str(tmp_path))
+    path = tmp_path / "tokenizer.json"
+    parsed = json.loads(path.read_text())
+    parsed["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(parsed))
+    with pytest.raises(ConfigError, match=all_of("dropout", "0.1", "null")):
+        load_tokenizer(str(tmp_path))
 
 
 def test_long_texts_are_cut_where_nothing_changes(folder, encoder, monkeypatch):
