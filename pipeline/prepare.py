@@ -27,15 +27,24 @@ from declutr.pipeline.config import PipelineConfig, look
 from declutr.pipeline.filters.document_filter import problems as filter_problems
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import Estimate, estimate
-from declutr.pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
+from declutr.pipeline.job.outcome import (
+    labels_hint,
+    lines_hint,
+    losses_hint,
+    nothing_kept,
+    summary,
+    too_many_failed,
+    unknown_hint,
+)
 from declutr.pipeline.job.output import Preparation, plan_of
 from declutr.pipeline.job.shared import write_shared_files
 from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, fit_units, with_file_states
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
+from declutr.pipeline.shards.ledger import sum_losses
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, build_manifest, load_manifest, sum_counts
-from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, load_tokenizer
+from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, load_tokenizer, was_replaced
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, as in shells; also if another host has taken over the output folder
 
@@ -107,13 +116,14 @@ def _complete(job: Preparation) -> Manifest:
     if nothing := nothing_kept(counts, config, failures):
         output.discard()
         raise ConfigError("prepare", [nothing, hint] if hint else [nothing])
-    if problem := too_many_failed(counts, failures, config.max_error_rate, config.content.kind):
+    losses = sum_losses(sidecar.losses for sidecar in sidecars)
+    if problem := too_many_failed(counts, failures, config.max_error_rate, config.content.kind, losses):
         raise ShardError(problem)
     manifest = build_manifest(sidecars, tokenizer, config.geometry, plan.config, plan.config_hash, plan.skipped)
     write_text(output.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     output.complete()  # after the manifest: a kill in between leaves what the next command removes
-    if hint:
-        get_logger().warning(hint)
+    for line in filter(None, [hint, *losses_hint(losses, config.content.kind), unknown_hint(manifest)]):
+        get_logger().warning(line)
     return manifest
 
 
@@ -171,9 +181,15 @@ def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparati
             messages += output.problems(plan) or output.input_problems(plan, units, verify)
         tokenizer = config.tokenizer
         saved = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
-        if isinstance(tokenizer, PretrainedTokenizer) and not saved and not wrong_name:
+        if isinstance(tokenizer, PretrainedTokenizer) and not wrong_name:
             try:
-                load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
+                if not saved or output is None:
+                    load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
+                elif was_replaced(tokenizer.name, tokenizer.trust_remote_code, output.folder / TOKENIZER):
+                    messages.append(
+                        f"tokenizer.name = {tokenizer.name!r}: was changed after {output.name} was begun with it; put "
+                        "the earlier one back, or name a new folder in output"
+                    )
             except ConfigError as error:
                 messages += error.problems
         if messages or plan is None or output is None:

@@ -17,11 +17,14 @@ from declutr.pipeline.shards.content import (
     noun_of,
     size_noun,
 )
+from declutr.pipeline.shards.ledger import Losses
 from declutr.pipeline.shards.manifest import Counts, Manifest
 from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 from declutr.pipeline.texts import LACKS
 
 _EXAMPLES = 10
+_MUCH_OF_A_FILE = 0.1
+_MANY_UNKNOWN = 0.01
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"
 # Remedies by the most frequent reason of failures.
 _REMEDIES = {
@@ -104,26 +107,51 @@ def lines_hint(
         return None
     return (
         f"{num_short:,} of {read:,} documents are empty or too short, and each line of a .txt is a document; if each "
-        "file is one document, set corpus.format=text_file"
+        f"file is one document, set corpus.format={'text_file' if chosen == 'text' else 'auto_text_file'}"
     )
 
 
 def too_many_failed(
-    counts: Counts, failures: Sequence[ReadFailure], max_error_rate: float, kind: ContentKind
+    counts: Counts, failures: Sequence[ReadFailure], max_error_rate: float, kind: ContentKind, losses: Losses
 ) -> str | None:
-    """An error message if more documents failed than max_error_rate allows."""
-    failed = sum(counts.failed.values())
-    if failed <= max_error_rate * counts.read:
+    """An error message if more documents failed, or are lost with files that break off, than max_error_rate allows."""
+    failed, lost = sum(counts.failed.values()), losses.documents()
+    if failed + lost <= max_error_rate * (counts.read + lost):
         return None
-    share = failed / counts.read
+    share = (failed + lost) / (counts.read + lost)
     percent = math.ceil(10000 * share) / 100  # rounded up, or it could seem to be within the limit
     head = (
-        f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({_in_words(counts.failed)}): "
+        f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({_in_words(counts.failed)})"
+        f"{f', and about {lost:,} more are lost with their files' if lost else ''}: "
         f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs and prepare into a "
         f"new folder, or allow more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends "
         "at once. Examples:"
     )
-    return "\n".join([head, *(f"  {failure}" for failure in failures[:_EXAMPLES])])
+    lines = [*losses_hint(losses, kind), *map(str, failures[:_EXAMPLES])]
+    return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def losses_hint(losses: Losses, kind: ContentKind) -> Sequence[str]:
+    """Lines on files that break off, and on the first ones of which a tenth and more could not be read."""
+    lines, nouns = [], noun_of(kind)
+    if lost := losses.documents():
+        broken = f"{losses.num_broken:,} of {losses.num_files:,} files break off"
+        lines.append(f"{broken}, with about {lost:,} more {nouns}, by those in whole files")
+    worst = losses.worst(_MUCH_OF_A_FILE)
+    for source, file in worst[:_EXAMPLES]:
+        lines.append(f"{source}: {file.failed:,} of {file.read + file.failed:,} {nouns} failed")
+    return [*lines, *([f"and {len(worst) - _EXAMPLES:,} more such files"] if len(worst) > _EXAMPLES else [])]
+
+
+def unknown_hint(manifest: Manifest) -> str | None:
+    """A warning if the tokenizer does not know a hundredth and more of the words; else None."""
+    unknown, tokens = manifest.totals.get("unknown_tokens", 0), manifest.totals["num_tokens"]
+    if unknown <= _MANY_UNKNOWN * tokens:
+        return None
+    return (
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) stand for words that the tokenizer does not know, "
+        "and say nothing; choose a tokenizer of the corpus's language and letters, or tokenizer.kind=train"
+    )
 
 
 def labels_hint(manifest: Manifest) -> str | None:
@@ -139,13 +167,16 @@ def labels_hint(manifest: Manifest) -> str | None:
 def summary(manifest: Manifest, output: str) -> str:
     """One line with the output folder, the documents read and their statuses."""
     totals = manifest.totals
-    lost = ", ".join(filter(None, [_in_words(manifest.dropped), _in_words(manifest.failed)]))
+    broken = f"about {totals['lost']:,} lost with files that break off" if totals.get("lost") else ""
+    lost = ", ".join(filter(None, [_in_words(manifest.dropped), _in_words(manifest.failed), broken]))
+    share = totals.get("unknown_tokens", 0) / max(1, totals["num_tokens"])
+    unknown = f" ({share:.2%} unknown)" if share else ""
     skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
     left = skipped and f"; not read: {skipped}"
     return (
         f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
         f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} "
-        f"{size_noun(manifest.content.kind)} in {len(manifest.shards)} shards{_labels(manifest)}{left}"
+        f"{size_noun(manifest.content.kind)}{unknown} in {len(manifest.shards)} shards{_labels(manifest)}{left}"
     )
 
 

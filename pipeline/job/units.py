@@ -46,7 +46,7 @@ from declutr.pipeline.shards.content import (
     Layout,
     keys_of,
 )
-from declutr.pipeline.shards.ledger import Counts, Entry, LedgerFile, LedgerWriter, rejected_writer
+from declutr.pipeline.shards.ledger import Counts, Entry, LedgerFile, LedgerWriter, LossCounter, Losses, rejected_writer
 from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Shard, Sidecar
 from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.writer import ShardWriter, media_schema, shard_schema
@@ -88,6 +88,7 @@ class UnitReader(Iterator[Record]):
 
     def __init__(self, unit: Unit, corpus: Corpus, content: AnyContent) -> None:
         self._done = self._part_bytes = self._max_bytes_read = 0
+        self._losses = LossCounter()
         self._meter = Meter()
         records = self._read(unit, None if isinstance(corpus, PythonDocs) else _rules(corpus, content))
         if isinstance(content, ImagesContent | AudioContent):
@@ -111,10 +112,18 @@ class UnitReader(Iterator[Record]):
         self._max_bytes_read = max(self._max_bytes_read, now)
         return self._max_bytes_read
 
+    @property
+    def losses(self) -> Losses:
+        """Counts of the files that were read to their ends."""
+        return self._losses.losses()
+
     def _read(self, unit: Unit, rules: Rules | None) -> Iterator[Record]:
         for part in unit.parts:
             self._meter, self._part_bytes = Meter(), part.num_bytes
-            yield from read_python(part) if rules is None else read_part(part, rules, self._meter)
+            for record in read_python(part) if rules is None else read_part(part, rules, self._meter):
+                self._losses.add(record, part.source)
+                yield record
+            self._losses.end(part.source, part.num_bytes, self.bytes_read - self._done)
             self._meter, self._part_bytes = Meter(), 0
             self._done += part.num_bytes
 
@@ -222,6 +231,7 @@ class RunningCounts:
     failed: Counter[str] = field(default_factory=Counter)
     text_bytes: int = 0
     longest_tokens: int = 0
+    unknown_tokens: int = 0
     labels: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
@@ -257,6 +267,7 @@ class UnitWriter(ExitStack):
         self._ledger = LedgerWriter(folder, unit.name)
         self._rejected = rejected_writer(folder, unit.name, config.write_rejected)
         self._failures: list[ReadFailure] = []
+        self._unk_id = tokenizer.unk_token_id if tokenizer else None
         self.running = RunningCounts()
         self.conflict: str | None = None
         """An example of a copy whose label differs from that of the kept row."""
@@ -286,6 +297,8 @@ class UnitWriter(ExitStack):
             self.running.notes.update(entry.detail.split(", ") if entry.detail else [])
         if layout is not None:
             self.running.labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
+        if self._unk_id is not None and isinstance(content, np.ndarray):
+            self.running.unknown_tokens += int(np.count_nonzero(content == self._unk_id))
         self.running.add(entry, True)
         self._ledger.add(replace(entry, row=row))
 
@@ -298,8 +311,8 @@ class UnitWriter(ExitStack):
         self._ledger.add(entry)
         self._write_rejected(entry, text)
 
-    def finish(self, input_state: InputState | None = None) -> Sidecar:
-        """Writes the sidecar with the state of the inputs: the unit is finished.
+    def finish(self, input_state: InputState | None = None, losses: Losses | None = None) -> Sidecar:
+        """Writes the sidecar with the state of the inputs and the losses of files: the unit is finished.
 
         Raises:
             ShardError: the counts do not balance.
@@ -312,6 +325,7 @@ class UnitWriter(ExitStack):
             config_hash=self._config_hash,
             num_bytes=self._unit.num_bytes,
             counts=counts,
+            losses=losses or Losses(),
             failures=self._failures,
             shards=[shard for split in SPLITS for shard in self._shards[split].result()],
             ledger=self._ledger.result(),

@@ -116,7 +116,7 @@ def write_unit(
                     path.write_text(json.dumps([reader.bytes_read, counts.read, counts.kept]))
     if duplicates.enabled:
         write_keys(target, unit.name, duplicates, ids, ordinals, signatures, labels)
-    return writer.finish(input_state_read(unit))
+    return writer.finish(input_state_read(unit), reader.losses)
 
 
 def decide_records(
@@ -274,7 +274,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
             text = _decoded(decoder, content, layout) if decoder and not isinstance(content, Image | Clip) else ""
             writer.reject(replace(entry, status=status, row=None, detail=detail), text)
     before = load_sidecar(candidates, unit.name)  # the inputs were read when the candidates were made
-    return writer.finish(before.input_state if before else None)
+    return writer.finish(before.input_state, before.losses) if before else writer.finish()
 
 
 def _decoded(decoder: Tokenizer, ids: NDArray[np.uint32], layout: Layout | None) -> str:

@@ -1,4 +1,4 @@
-"""The ledger of a unit, one row for every document that was read, and the counts of a ledger by status.
+"""The ledger of a unit, one row for every document that was read; its counts by status; losses of broken files.
 
 | column     | type                  | meaning                                                                       |
 |------------|-----------------------|-------------------------------------------------------------------------------|
@@ -24,19 +24,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import Field
 
 from declutr.common.config import Strict
 from declutr.common.errors import ShardError
 from declutr.common.storage import atomic_file, hash_file
-from declutr.pipeline.readers.corpus import ID_BYTES
+from declutr.pipeline.readers.corpus import ID_BYTES, ReadFailure, Record, bare_suffix
 
 
 class Counts(Strict):
@@ -52,6 +50,8 @@ class Counts(Strict):
     """UTF-8 bytes of the readable documents, whitespace-normalised."""
     longest_tokens: int
     """Tokens of the longest document, kept or not."""
+    unknown_tokens: int = 0
+    """Tokens of the kept documents that stand for words which the tokenizer does not know."""
     labels: dict[str, int] = Field(default_factory=dict)
     """Kept hypotheses, images or clips by label."""
     notes: dict[str, int] = Field(default_factory=dict)
@@ -80,8 +80,151 @@ def sum_counts(counts: list[Counts]) -> Counts:
         kept=sum(count.kept for count in counts),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
+        unknown_tokens=sum(count.unknown_tokens for count in counts),
         **{name: sum_of(name) for name in ("dropped", "failed", "labels", "notes")},
     )
+
+
+_MOST_FILES = 100  # files with failures that are listed of a unit; all failures are counted
+_LEAST_ROWS = 10  # of a file whose share of failures is looked at
+
+
+class FileCounts(Strict):
+    """Records of one file or of several."""
+
+    files: int = 0
+    read: int = 0
+    """Records that could be read."""
+    failed: int = 0
+    broken: int = 0
+    """Files whose rest is lost."""
+    left_bytes: int = 0
+    """Input bytes of these rests, as far as the files have them."""
+
+    def plus(self, other: "FileCounts") -> "FileCounts":
+        """The sum of both."""
+        return FileCounts(**{name: getattr(self, name) + getattr(other, name) for name in FileCounts.model_fields})
+
+
+class Losses(Strict):
+    """Counts of the files of a unit, or of all units."""
+
+    files: dict[str, FileCounts] = Field(default_factory=dict)
+    """Files with failures, the most first."""
+    whole: dict[str, FileCounts] = Field(default_factory=dict)
+    """Sums over files without failures, by ending."""
+    read: int = 0
+    """Records that could be read."""
+    num_bytes: int = 0
+    """Input bytes."""
+
+    def documents(self) -> int:
+        """Documents that are lost with broken files, about, in addition to one failure for each.
+
+        A file that was cut short does not tell its length, so it counts like a whole file with its ending; one whose
+        bytes are there counts by them, if that is more.
+        """
+        per_byte = self.read / max(1, self.num_bytes - sum(file.left_bytes for file in self.files.values()))
+        lost = 0.0
+        for source, file in self.files.items():
+            if file.broken:
+                alike = self.whole.get(bare_suffix(source), FileCounts())
+                mean = alike.read / max(1, alike.files)
+                lost += max(0.0, mean - file.read - file.failed, file.left_bytes * per_byte - 1)
+        return round(lost)
+
+    @property
+    def num_broken(self) -> int:
+        """Files that break off."""
+        return sum(file.broken for file in self.files.values())
+
+    @property
+    def num_files(self) -> int:
+        """Files, those without failures included."""
+        return len(self.files) + sum(file.files for file in self.whole.values())
+
+    def worst(self, share: float) -> list[tuple[str, FileCounts]]:
+        """Files with ten and more records of which more than this share failed."""
+        return [
+            (source, file)
+            for source, file in self.files.items()
+            if (rows := file.read + file.failed) >= _LEAST_ROWS and file.failed > share * rows
+        ]
+
+
+def sum_losses(losses: Iterable[Losses]) -> Losses:
+    """Sums over units; a file that several of them read is one."""
+    files, whole, read, num_bytes = dict[str, FileCounts](), dict[str, FileCounts](), 0, 0
+    for unit in losses:
+        for total, counts in ((files, unit.files), (whole, unit.whole)):
+            for name, file in counts.items():
+                total[name] = total.get(name, FileCounts()).plus(file)
+        read, num_bytes = read + unit.read, num_bytes + unit.num_bytes
+    return Losses(files=files, whole=whole, read=read, num_bytes=num_bytes)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Records of the file that is being read; a mutable and fast `FileCounts`."""
+
+    read: int = 0
+    failed: int = 0
+    broken: int = 0
+    left_bytes: int = 0
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, ReadFailure):
+            self.failed += 1
+            self.broken |= record.rest
+        else:
+            self.read += 1
+
+
+class LossCounter:
+    """Counts the records of a unit by file: by the one that is read, and by the members of an archive."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, FileCounts] = {}
+        self._whole: dict[str, FileCounts] = {}
+        self._member, self._of_member, self._of_part = "", _Tally(), _Tally()
+        self._read = self._num_bytes = 0
+
+    def add(self, record: Record, part: str) -> None:
+        """Counts the next record of a part of the file `part`."""
+        if record.source == part:
+            self._of_part.add(record)
+            return
+        if record.source != self._member:
+            self._end_member()
+            self._member = record.source
+        self._of_member.add(record)
+
+    def end(self, part: str, num_bytes: int, bytes_read: int) -> None:
+        """Ends a part of the file `part`, of whose input bytes so many were read."""
+        self._end_member()
+        if self._of_part.broken:
+            self._of_part.left_bytes = max(0, num_bytes - bytes_read)
+        self._read += self._of_part.read
+        self._end(part, self._of_part)
+        self._of_part = _Tally()
+        self._num_bytes += num_bytes
+
+    def _end_member(self) -> None:
+        if self._member:
+            self._of_part.read += self._of_member.read
+            self._end(self._member, self._of_member)
+        self._member, self._of_member = "", _Tally()
+
+    def _end(self, source: str, tally: _Tally) -> None:
+        counts = FileCounts(files=1, **asdict(tally))
+        name, total = (source, self._files) if tally.failed else (bare_suffix(source), self._whole)
+        total[name] = total.get(name, FileCounts()).plus(counts)
+
+    def losses(self) -> Losses:
+        """The counts of all parts that have ended."""
+        ranked = sorted(self._files.items(), key=lambda item: (-item[1].broken, -item[1].failed, item[0]))
+        whole = dict(sorted(self._whole.items()))
+        return Losses(files=dict(ranked[:_MOST_FILES]), whole=whole, read=self._read, num_bytes=self._num_bytes)
 
 
 LEDGERS = "ledger"
@@ -103,8 +246,6 @@ SCHEMA = pa.schema(
     ]
 )
 _BATCH_ROWS = 10_000
-_SHORTEST_PREFIX = 8
-_OFFSET_DIGITS = 18  # of an int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,55 +347,3 @@ def ledger_entries(path: Path) -> Iterator[Entry]:
     """Rows of one ledger in reading order."""
     for batch in ledger_batches(path):
         yield from (Entry(**row) for row in batch.to_pylist())
-
-
-def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]]:
-    """Every row of an output folder that matches a name, with its unit and its ordinal.
-
-    Args:
-        folder: output folder of `prepare`.
-        document: a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or
-            `SOURCE:OFFSET`.
-    """
-    source, _, offset = document.rpartition(":")
-    prefix = _hex_prefix(document)
-    for path in sorted((folder / LEDGERS).glob("*.arrow")):
-        ordinal = 0
-        for batch in ledger_batches(path):
-            mask = pc.equal(batch.column("source"), document)
-            if source and offset.isdecimal() and len(offset) <= _OFFSET_DIGITS:
-                here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
-                mask = pc.or_(mask, here)
-            if prefix is not None:
-                by_id = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
-                mask = pc.or_(mask, pc.fill_null(by_id, fill_value=False))
-            for index in np.flatnonzero(mask.to_numpy(zero_copy_only=False)).tolist():
-                yield path.stem, ordinal + index, Entry(**batch.slice(index, 1).to_pylist()[0])
-            ordinal += batch.num_rows
-
-
-def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Entry]:
-    """Rows of ledgers by unit number and ordinal. An ordinal beyond the end of its unit is absent."""
-    ordinals_of: dict[int, list[int]] = {}
-    for unit, ordinal in set(places):
-        ordinals_of.setdefault(unit, []).append(ordinal)
-    entries: dict[tuple[int, int], Entry] = {}
-    for unit, ordinals in sorted(ordinals_of.items()):
-        start = 0
-        path = folder / LEDGERS / f"{unit:05d}.arrow"
-        for batch in ledger_batches(path) if path.exists() else ():
-            for ordinal in ordinals:
-                if start <= ordinal < start + batch.num_rows:
-                    entries[unit, ordinal] = Entry(**batch.slice(ordinal - start, 1).to_pylist()[0])
-            start += batch.num_rows
-    return entries
-
-
-def _hex_prefix(document: str) -> bytes | None:
-    """The first bytes of a document id from its hexadecimal digits; None if too short or not hexadecimal."""
-    if len(document) < _SHORTEST_PREFIX or len(document) % 2:
-        return None
-    try:
-        return bytes.fromhex(document)
-    except ValueError:
-        return None

@@ -16,7 +16,7 @@ from declutr.pipeline.readers.input_state import InputState
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
 from declutr.pipeline.shards.ledger import Counts as Counts
-from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.ledger import LedgerFile, Losses, sum_losses
 from declutr.pipeline.shards.ledger import sum_counts as sum_counts
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
@@ -65,6 +65,7 @@ class Sidecar(Strict):
     num_bytes: int
     """Input bytes of the unit."""
     counts: Counts
+    losses: Losses = Losses()
     failures: list[ReadFailure]
     shards: list[Shard]
     ledger: LedgerFile
@@ -83,7 +84,8 @@ class Manifest(Strict):
     """Ledgers with the status of each document: one file a unit, in plan order."""
     totals: dict[str, int]
     """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
-    text_bytes; longest_tokens."""
+    text_bytes; longest_tokens; unknown_tokens (kept; missing before 0.2); lost (documents of files that break off,
+    estimated; missing before 0.2)."""
     dropped: dict[str, int]
     failed: dict[str, int]
     failures: list[ReadFailure]
@@ -174,6 +176,8 @@ def build_manifest(
             "num_bytes": sum(sidecar.num_bytes for sidecar in sidecars),
             "text_bytes": counts.text_bytes,
             "longest_tokens": counts.longest_tokens,
+            "unknown_tokens": counts.unknown_tokens,
+            "lost": sum_losses(sidecar.losses for sidecar in sidecars).documents(),
         },
         dropped=counts.dropped,
         failed=counts.failed,
@@ -242,7 +246,7 @@ def joined_manifest(manifests: Sequence[Manifest]) -> Manifest:
     if len(manifests) == 1:
         return manifests[0]
     first = manifests[0]
-    totals = {key: sum(manifest.totals[key] for manifest in manifests) for key in first.totals}
+    totals = {key: sum(manifest.totals.get(key, 0) for manifest in manifests) for key in first.totals}
     counts = {
         name: [getattr(manifest, name) for manifest in manifests] for name in ("dropped", "failed", "labels", "notes")
     }

@@ -9,6 +9,7 @@ import yaml
 from corpora import TEXT
 from messages import all_of, says
 from preparing import checksums
+from vocabularies import wordpiece
 from volumes import small_volume
 
 from declutr.cli.main import main as declutr
@@ -147,6 +148,18 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
     finally:
         extra.unlink()
     assert checksums(folder) == before
+
+
+def test_a_tokenizer_that_was_replaced_is_refused_and_words_it_does_not_know_are_counted(corpus, tmp_path):
+    folder, words = tmp_path / "tokenizer", " ".join(text(number) for number in range(20)).lower().split()
+    settings = {"tokenizer": {"kind": "pretrained", "name": str(folder)}, "filters": {}, "duplicates": {}}
+    wordpiece(words, 300).save_pretrained(str(folder))
+    manifest = prepare(config_of(corpus, tmp_path / "out", **settings))
+    assert manifest.totals["unknown_tokens"] > 0.01 * manifest.totals["num_tokens"]
+    prepare(config_of(corpus, tmp_path / "out", **settings))  # the same command
+    wordpiece([*words, "other"] * 9, 200).save_pretrained(str(folder))
+    with pytest.raises(ConfigError, match=all_of("tokenizer.name", "was changed", "output")):
+        prepare(config_of(corpus, tmp_path / "out", **settings))
 
 
 def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path):

@@ -16,14 +16,8 @@ from shardfolders import GEOMETRY, LENGTHS, TOKENIZER, tokens_of, write
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.readers.corpus import document_id
-from declutr.pipeline.shards.ledger import (
-    Entry,
-    LedgerFile,
-    LedgerWriter,
-    find_entries,
-    ledger_entries,
-    rejected_writer,
-)
+from declutr.pipeline.shards.ledger import Entry, LedgerFile, LedgerWriter, ledger_entries, rejected_writer
+from declutr.pipeline.shards.lookup import find_entries
 from declutr.pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
 from declutr.pipeline.shards.windows import (

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from corpora import files, outcomes, read_all, write_records, write_table
 from messages import says
@@ -145,13 +146,19 @@ def test_files_of_other_kinds_are_counted_by_their_endings(folder):
 
 def test_content_decides_without_an_ending_and_for_json(folder):
     rows = b'{"text": "one"}\n{"text": "two"}\n'
-    described = b'{\n "text": "a description"\n}\n'
+    described = b'{\n "text": "over lines",\n "n": [\n1]}\n'
+    for name in ("alone", "late"):
+        (folder / name).mkdir()
     contents = {"LICENSE": b"prose", "rows": rows, "run": b"#!/bin/sh\n", "page": b" <html>", "core": b"\x7fELF\0"}
     contents |= {
         "empty": b"",
         "r.json": codecs.BOM_UTF8 + rows,
         "d.json": described,
-        "o.json": b'{"name": "x"}',
+        "o.json": b'{"name": "x"}',  # data, because r.json beside it is
+        "alone/o.json": b'{"name": "x"}',
+        "alone/p.json": b'{\n "name": {"text": "x"}}',
+        "late/l.json": b'{"pad": "%s", "text": "late"}\n' % (b"x" * 100_000),
+        "array.json": b'\xef\xbb\xbf [{"text": "a"},\n {"text": "b"}]',
         "g.rst": b"Title\n=====",
     }
     for name, content in contents.items():
@@ -160,11 +167,33 @@ def test_content_decides_without_an_ending_and_for_json(folder):
     records, skipped, problems = search(folder)
     assert not problems
     twice = [("LICENSE", "prose"), ("g.rst", "Title\n====="), ("r.json", "one"), ("r.json", "two")]
-    twice += [("rows", "one"), ("rows", "two")]
+    twice += [("rows", "one"), ("rows", "two"), ("d.json", "over lines"), ("o.json", "no_text_field")]
+    twice += [("late/l.json", "late"), ("array.json", "a"), ("array.json", "b")]
     expected = [("a.txt", "read"), *twice, *((f"{name}.gz", text) for name, text in twice)]
     assert sorted(records) == sorted(expected)
-    assert skipped == {"no ending": (8, "core"), ".json": (4, "d.json")}
+    assert skipped == {"no ending": (8, "core"), ".json": (4, "alone/o.json")}
     assert outcomes(read_all(files(folder / "o.json"))) == [("o.json", "no_text_field")]  # named, so read
+
+
+def test_what_programs_leave_beside_data_is_named_and_read_only_by_name(folder):
+    pq.write_table(pa.table({"text": ["row"]}), folder / "part.0.parquet")
+    cache = folder / "cache-09d3226230a1b6bd.arrow"
+    for path in (folder / "_metadata", folder / "_common_metadata"):
+        pq.write_metadata(pa.schema({"text": pa.string()}), path)
+    with pa.ipc.new_stream(cache, pa.schema({"text": pa.string()})) as stream:
+        stream.write_batch(pa.record_batch({"text": ["copy"]}))
+    for name in ("_SUCCESS", "_started_12", "_delta_log/0.json", "__MACOSX/a.txt", "dataset_dict.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"text": "x"}\n')
+    records, skipped, problems = search(folder)
+    assert not problems
+    assert records == [("a.txt", "read"), ("part.0.parquet", "row")]
+    assert {kind: number for kind, (number, _) in skipped.items()} == {
+        "left by programs": 6,
+        "caches of datasets": 1,
+        "dataset_dict.json": 1,
+    }
+    assert outcomes(read_all(files(cache))) == [(cache.name, "copy")]
 
 
 def test_excluded_files_are_counted_and_not_read(folder):
@@ -289,8 +318,8 @@ def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
     says(page, "2 .html")
     assert "trafilatura" in page
     assert "text_file" in page
-    assert "gone.jsonl" in str(too_many_failed(sidecar.counts, sidecar.failures, 0.01, "documents"))
-    assert too_many_failed(sidecar.counts, sidecar.failures, 0.03, "documents") is None
+    assert "gone.jsonl" in str(too_many_failed(sidecar.counts, sidecar.failures, 0.01, "documents", sidecar.losses))
+    assert too_many_failed(sidecar.counts, sidecar.failures, 0.03, "documents", sidecar.losses) is None
     assert not problems(config)
     says(caplog.text, "2 .html", "'b.html'")
 
@@ -320,4 +349,5 @@ def test_advice_where_lines_are_most_likely_no_documents(fixed, sources, dropped
     hint = lines_hint(100, dropped, {"corpus": corpus, "content": {"kind": "documents"}}, sources)
     assert bool(hint) == told
     assert lines_hint(100, dropped, {"corpus": corpus, "content": {"kind": "sentences"}}, sources) is None
-    assert not told or "set corpus.format=text_file" in hint
+    remedy = "text_file" if fixed == "text" else "auto_text_file"
+    assert not told or f"set corpus.format={remedy}" in hint

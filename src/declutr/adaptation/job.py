@@ -30,6 +30,7 @@ from declutr.encoders.protocol import missing
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import stsb_values
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
+from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
@@ -161,7 +162,7 @@ class _Adaptation:
     def run(self) -> Result:
         self._say("preparing the corpus")
         prepared = self.config.prepare_config(self.output / "data", self.address)
-        prepare(prepared)
+        self._say(summary(prepare(prepared), str(self.output / "data")))
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
         sets = {

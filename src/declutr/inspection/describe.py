@@ -18,7 +18,7 @@ from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
 from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
-from declutr.pipeline.shards.ledger import entries_at, find_entries
+from declutr.pipeline.shards.lookup import entries_at, find_entries
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments

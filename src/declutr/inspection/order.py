@@ -9,7 +9,7 @@ from declutr.common.errors import ConfigError, ShardError, UsageError
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import read_yaml_file
-from declutr.pipeline.shards.ledger import find_entries
+from declutr.pipeline.shards.lookup import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.config import TaskSettings, TrainConfig

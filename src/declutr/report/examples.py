@@ -18,7 +18,8 @@ from declutr.common import seeding
 from declutr.inspection.describe import decoder
 from declutr.pipeline.media.images import PILLOW_ERRORS
 from declutr.pipeline.shards.content import LABELS
-from declutr.pipeline.shards.ledger import REJECTED, Entry, entries_at
+from declutr.pipeline.shards.ledger import REJECTED, Entry
+from declutr.pipeline.shards.lookup import entries_at
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.survey import Survey

@@ -1,0 +1,65 @@
+"""Rows of ledgers by the name or place of a document."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from declutr.pipeline.shards.ledger import LEDGERS, Entry, ledger_batches
+
+_SHORTEST_PREFIX = 8
+_OFFSET_DIGITS = 18  # of an int64
+
+
+def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]]:
+    """Every row of an output folder that matches a name, with its unit and its ordinal.
+
+    Args:
+        folder: output folder of `prepare`.
+        document: a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or
+            `SOURCE:OFFSET`.
+    """
+    source, _, offset = document.rpartition(":")
+    prefix = _hex_prefix(document)
+    for path in sorted((folder / LEDGERS).glob("*.arrow")):
+        ordinal = 0
+        for batch in ledger_batches(path):
+            mask = pc.equal(batch.column("source"), document)
+            if source and offset.isdecimal() and len(offset) <= _OFFSET_DIGITS:
+                here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
+                mask = pc.or_(mask, here)
+            if prefix is not None:
+                by_id = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
+                mask = pc.or_(mask, pc.fill_null(by_id, fill_value=False))
+            for index in np.flatnonzero(mask.to_numpy(zero_copy_only=False)).tolist():
+                yield path.stem, ordinal + index, Entry(**batch.slice(index, 1).to_pylist()[0])
+            ordinal += batch.num_rows
+
+
+def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Entry]:
+    """Rows of ledgers by unit number and ordinal. An ordinal beyond the end of its unit is absent."""
+    ordinals_of: dict[int, list[int]] = {}
+    for unit, ordinal in set(places):
+        ordinals_of.setdefault(unit, []).append(ordinal)
+    entries: dict[tuple[int, int], Entry] = {}
+    for unit, ordinals in sorted(ordinals_of.items()):
+        start = 0
+        path = folder / LEDGERS / f"{unit:05d}.arrow"
+        for batch in ledger_batches(path) if path.exists() else ():
+            for ordinal in ordinals:
+                if start <= ordinal < start + batch.num_rows:
+                    entries[unit, ordinal] = Entry(**batch.slice(ordinal - start, 1).to_pylist()[0])
+            start += batch.num_rows
+    return entries
+
+
+def _hex_prefix(document: str) -> bytes | None:
+    """The first bytes of a document id from its hexadecimal digits; None if too short or not hexadecimal."""
+    if len(document) < _SHORTEST_PREFIX or len(document) % 2:
+        return None
+    try:
+        return bytes.fromhex(document)
+    except ValueError:
+        return None
