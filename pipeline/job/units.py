@@ -123,7 +123,7 @@ class UnitReader(Iterator[Record]):
             for record in read_python(part) if rules is None else read_part(part, rules, self._meter):
                 self._losses.add(record, part.source)
                 yield record
-            self._losses.end(part.source, part.num_bytes, self.bytes_read - self._done)
+            self._losses.end(part.source, part.start == 0, part.num_bytes, self.bytes_read - self._done)
             self._meter, self._part_bytes = Meter(), 0
             self._done += part.num_bytes
 

@@ -217,18 +217,22 @@ def has_key(head: bytes, rules: Rules) -> bool:
 
 def is_object(head: bytes) -> bool:
     """Returns True if the first line may be an object."""
-    return not _is_one_value(head) and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    return not _is_one_value(head) and _text_of(head).startswith("{")
 
 
 def _is_one_value(head: bytes) -> bool:
     """Returns True for JSON that is an array, or an object over several lines."""
-    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    return text.startswith(b"[") or text.partition(b"\n")[0].strip() == b"{"
+    text = _text_of(head)
+    return text.startswith("[") or text.partition("\n")[0].strip() == "{"
+
+
+def _text_of(head: bytes) -> str:
+    return head.decode(encoding_of(head) or "utf-8", "replace").lstrip("\ufeff \t\r\n")
 
 
 def _value_of(head: bytes) -> tuple[dict[str, Any], bool]:
     """The first object of JSON, also of an array; none, and True if it is cut, so that more bytes may show it."""
-    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").lstrip()
+    text = _text_of(head)
     text = text[1:].lstrip() if text.startswith("[") else text
     if not text.startswith("{"):
         return {}, False

@@ -32,7 +32,7 @@ def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
     `skipped`.
 
     Raises:
-        OSError: the storage does not answer, or refuses.
+        OSError: the storage does not answer, or refuses; or the entry is no file.
     """
     if is_remote(entry):
         yield from _find_remote(entry)
@@ -45,6 +45,8 @@ def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
     elif glob.has_magic(str(root)):
         num_plain = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
         yield from _match(Path(*root.parts[:num_plain]), root.parts[num_plain:], skipped)
+    elif root.exists():
+        raise OSError("it is a pipe, a socket or a device, which cannot be read again; write its content to a file")
 
 
 def _search(root: Path, skipped: Skipped) -> Iterator[Input]:

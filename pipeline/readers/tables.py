@@ -248,8 +248,9 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             if fields:  # blank lines before the header are none
                 yield -1, fields
             continue
-        literal = [line.count(delimiter) == num_columns - 1 > 0 for line in feed.row if delimiter == "\t"]
-        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or (literal and all(literal))):
+        literal = [line.count(delimiter) == num_columns - 1 for line in feed.row if delimiter == "\t"]
+        is_literal = num_columns > 1 and literal and all(literal)
+        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or is_literal):
             problem = f"a quotation mark is closed {len(feed.row) - 1} lines later"
         if feed.row == [_TOO_LARGE]:
             yield row, failed("too_large", source, row, f"a line of more than {MAX_FIELD_BYTES // MIB} MiB")

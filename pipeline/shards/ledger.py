@@ -199,24 +199,24 @@ class LossCounter:
             self._member = record.source
         self._of_member.add(record)
 
-    def end(self, part: str, num_bytes: int, bytes_read: int) -> None:
-        """Ends a part of the file `part`, of whose input bytes so many were read."""
+    def end(self, part: str, is_first: bool, num_bytes: int, bytes_read: int) -> None:
+        """Ends a part of the file `part`, of whose input bytes so many were read; `is_first`: the file begins in it."""
         self._end_member()
         if self._of_part.broken:
             self._of_part.left_bytes = max(0, num_bytes - bytes_read)
         self._read += self._of_part.read
-        self._end(part, self._of_part)
+        self._end(part, self._of_part, is_first)
         self._of_part = _Tally()
         self._num_bytes += num_bytes
 
     def _end_member(self) -> None:
         if self._member:
             self._of_part.read += self._of_member.read
-            self._end(self._member, self._of_member)
+            self._end(self._member, self._of_member, True)
         self._member, self._of_member = "", _Tally()
 
-    def _end(self, source: str, tally: _Tally) -> None:
-        counts = FileCounts(files=1, **asdict(tally))
+    def _end(self, source: str, tally: _Tally, is_first: bool) -> None:
+        counts = FileCounts(files=int(is_first), **asdict(tally))
         name, total = (source, self._files) if tally.failed else (bare_suffix(source), self._whole)
         total[name] = total.get(name, FileCounts()).plus(counts)
 

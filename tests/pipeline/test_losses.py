@@ -93,6 +93,7 @@ ODD_JSON = {
     "object": (json.dumps({"n": 1, "text": "a"}, indent=2).encode(), ["a"]),
     "not objects": (b'[{"text": "a"}, 3, null, {"text": NaN}]', ["invalid_json"]),
     "no text": (b'[{"text": "a"}, 3, {"text": 1}]', ["a", "no_text_field", "no_text_field"]),
+    "UTF-16": ('[{"text": "é"}]'.encode("utf-16"), ["é"]),
     "cut": (b'[{"text": "a"}, {"te', ["invalid_json"]),
     "long": (b'[{"text": "%s"}]' % (b"word " * 300), ["word " * 204, "word " * 96]),
 }

@@ -116,6 +116,8 @@ def test_pipes_and_devices_are_counted_and_never_opened(folder):
     assert not problems
     assert records == [("a.txt", "read"), ("other/b.txt", "once")]
     assert skipped == {"links to folders": (2, "link"), "pipes, sockets and devices": (2, "pipe.txt")}
+    (problem,) = file_parts(files(folder / "pipe.txt"), 1 << 20)[1]
+    says(problem, "pipe", "write its content to a file")
 
 
 def test_files_of_other_kinds_are_counted_by_their_endings(folder):
