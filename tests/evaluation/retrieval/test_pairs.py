@@ -72,6 +72,8 @@ POOR = [
     ("a.jsonl", b"{", "UTF-8"),
     ("a.jsonl", b"\xff\n", "UTF-8"),
     ("a.csv", b"\xff,\n1,2\n", "UTF-8"),
+    ("a.csv", b'query,text\n1,"a "b" c"\n', ("CSV", '"')),
+    ("a.tsv", b'query\ttext\n1\t"a\n2\tb\n3\tc"\n', ("line 4", '""')),
     ("pairs.csv", b"query,text\na,b,\nwhat,it is this, and that\n", ("line 3", "quotes", "','")),
 ]
 

@@ -193,8 +193,13 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with path.open(encoding="utf-8-sig", newline="") as stream:  # spreadsheets write a byte order mark
             if path.suffix in _CSV:
                 csv.field_size_limit(MOST_BYTES)  # 131,072 characters by itself; readers of corpora set their own
-                reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
+                reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
                 for row in reader:
+                    if path.suffix == ".tsv" and any("\t" in cell for cell in row.values() if isinstance(cell, str)):
+                        raise DataError(
+                            f'{path}, line {reader.line_num}: a " of an earlier line is closed here, over tabs; '
+                            'remove it, or write its cell in quotes and "" for "'
+                        )
                     if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond those of the first line
                         raise DataError(
                             f"{path}, line {reader.line_num}: more cells than the first line has; put quotes around a "
