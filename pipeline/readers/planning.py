@@ -310,15 +310,13 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(_cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
-            opened.seek(0)
-            head = max(head, head_of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source), key=len)
+            if bare_suffix(file.source) in ("", JSON_SUFFIX):
+                opened.seek(0)
+                head = max(head, head_of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source), key=len)
             file_format = format_of(head, file.source, rules, inside=False)
-            if file_format is None:
-                return _unknown(file, rules)
-            if file_format == "jsonl" and is_object(head) and not _is_data(head, file, rules):
-                return Cut([], skipped=True, doubtful=tuple(_cut_ranges(file, file_format, part_bytes)))
-            if not _is_data(head, file, rules):
-                return _unknown(file, rules)
+            if file_format is None or not _is_data(head, file, rules):
+                doubtful = _cut_ranges(file, "jsonl", part_bytes) if file_format == "jsonl" and is_object(head) else []
+                return Cut([], skipped=True, doubtful=tuple(doubtful)) if doubtful else _unknown(file, rules)
             if rules.keys and (refusal := _refused(file, file_format, rules)):
                 return refusal
             if file_format == "parquet":
