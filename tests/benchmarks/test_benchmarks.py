@@ -209,9 +209,13 @@ def test_both_sides_of_prepare_keep_the_same_documents(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.usefixtures("session")
 def test_benchmark_of_prepare_has_figures(tmp_path, documents):
-    found = figures(prepare.main, tmp_path, *documents, "--rounds", "1")
+    """As a command, whose functions are of `__main__`, which `datasets` sends to its processes otherwise."""
+
+    def run(arguments):
+        subprocess.run([sys.executable, "-m", "benchmarks.prepare", *arguments], cwd=ROOT, check=True)
+
+    found = figures(run, tmp_path, *documents, "--rounds", "1")
     assert found["engine"] == "tiktoken"
     assert found["documents"]["read"] == 120
     assert 0 < found["documents"]["kept"] < 120
