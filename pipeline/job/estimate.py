@@ -251,6 +251,6 @@ def _scaling(job: Preparation, seconds: Sequence[float], num_cpus: int) -> list[
     return [
         f"  measured    on 1 of {os.cpu_count()} CPUs of this machine; estimated for {num_cpus} CPUs of the same speed",
         f"  units       {len(seconds):,}, the longest {duration(math.ceil(seconds[longest]))} of a CPU "
-        f"(it begins with {job.units[longest].parts[0].source!r}): CPUs beyond about {useful:,} do not shorten the time",
+        f"(begins with {job.units[longest].parts[0].source!r}): CPUs beyond about {useful:,} do not shorten the time",
         f"  not counted waits for disks and network{second}",
     ]
