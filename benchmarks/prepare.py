@@ -5,12 +5,14 @@
 Without a corpus, the documentation of the installed packages is written to compressed JSONL, and a byte-level BPE is
 trained on it. All programs take turns in every round. MiB count normalised text in UTF-8. Programs that preparation is
 compared with run in processes that start together; each loads its libraries, and for the limit its texts, before it
-waits for the others, so start-up is not measured.
+waits for the others, so start-up is not measured. `--rounds 0` measures disk space alone.
 """
 
 import argparse
+import contextlib
 import glob
 import gzip
+import hashlib
 import json
 import multiprocessing
 import os
@@ -82,7 +84,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
     choice = choose_engine(Path(tokenizer), "auto")
     settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
-    manifest = time_prepare(options, settings, work / "warm-up")[1]  # Ray's workers start and import once
+    with FolderSize(work / "warm-up") as disk:
+        manifest = time_prepare(options, settings, disk.folder)[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / record.MIB
     rates: dict[str, list[float]] = {name: [] for name in _PROGRAMS}
     peaks = []
@@ -113,6 +116,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "mib_per_s": _median(rates["warm"]),
         "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
         "share_of_limit": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"])["median"],
+        "disk_mib": {"shards": disk.mib(), "peak": disk.peak_mib},
         "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
         "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
@@ -204,7 +208,7 @@ def texts_of(paths: list[str]) -> Iterator[str]:
 
 
 def datasets(settings: dict[str, Any]) -> dict[str, Any]:
-    """`load_dataset`, `map` and `filter` in typical use, tokenizing the same texts to the same ids."""
+    """`load_dataset`, `map` and `filter` in typical use: the same ids, without short documents and copies."""
     import datasets as library
     from transformers import AutoTokenizer
 
@@ -217,14 +221,23 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         texts = [prefix + text if (text := " ".join(raw.split())) else "" for raw in batch["text"]]
         ids = tokenizer(texts, **options)["input_ids"]
-        return {"input_ids": ids, "num_tokens": [len(row) for row in ids]}
+        digests = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+        return {"input_ids": ids, "num_tokens": [len(row) for row in ids], "digest": digests}
+
+    digests = set[bytes]()
+
+    def is_first(digest: bytes) -> bool:
+        before = len(digests)
+        digests.add(digest)
+        return len(digests) > before
 
     _start[0].wait()
     begun = time.perf_counter()
     loaded = library.load_dataset("json", data_files=settings["paths"], split="train")
     rows = loaded.map(tokenize, batched=True, num_proc=workers, remove_columns=loaded.column_names)
     min_tokens = settings["min_tokens"]
-    kept = rows.filter(lambda count: count >= min_tokens, input_columns="num_tokens", num_proc=workers)
+    long = rows.filter(lambda count: count >= min_tokens, input_columns="num_tokens", num_proc=workers)
+    kept = long.filter(is_first, input_columns="digest")  # in one process, because the others would not see its set
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "documents": len(kept), "tokens": sum(kept["num_tokens"])}
 
@@ -297,8 +310,29 @@ class WorkerMemory(Watcher):
                 self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
 
 
-def _median(rates: list[float]) -> float:
-    return round(statistics.median(rates), 2)
+class FolderSize(Watcher):
+    """Largest size of the files in a folder, MiB."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0.05, "folder-size")
+        self.folder, self.peak_mib = folder, 0.0
+
+    def mib(self) -> float:
+        """Size now; a file that is removed meanwhile counts nothing."""
+        num_bytes = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    num_bytes += Path(folder, name).stat().st_size
+        return round(num_bytes / record.MIB, 1)
+
+    def look(self) -> None:
+        """Reads the size of now."""
+        self.peak_mib = max(self.peak_mib, self.mib())
+
+
+def _median(rates: list[float]) -> float | None:
+    return round(statistics.median(rates), 2) if rates else None
 
 
 def _ratio(rates: list[float], reference_rates: list[float]) -> dict[str, Any]:
@@ -310,4 +344,7 @@ def _ratio(rates: list[float], reference_rates: list[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    # `datasets` sends a function of `__main__` to its processes with all globals, and a barrier cannot be sent.
+    from benchmarks.prepare import main as imported_main
+
+    imported_main()

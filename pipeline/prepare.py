@@ -127,10 +127,11 @@ def _complete(job: Preparation) -> Manifest:
     return manifest
 
 
-def plan_ahead(config: PipelineConfig) -> Estimate:
+def plan_ahead(config: PipelineConfig, cpus: int | None = None) -> Estimate:
     """Estimates the result of `prepare` from a sample.
 
-    The output is only read, because another command may be working in it.
+    The output is only read, because another command may be working in it. The time is that on `cpus` CPUs, at least 1;
+    None: on those of the session.
 
     Raises:
         ConfigError: problems of inputs, tokenizer or output folder.
@@ -144,7 +145,7 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
                     shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
                 if (folder / INDEX).exists():
                     shutil.copyfile(folder / INDEX, Path(work, INDEX))
-                return estimate(job, Path(work), write_shared_files(job, Path(work)))
+                return estimate(job, Path(work), write_shared_files(job, Path(work)), cpus)
         except OSError as error:
             raise ShardError(f"--plan: {error}; nothing was written") from error
 
@@ -202,6 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = config_parser("prepare")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.cpus is not None and (arguments.cpus < 1 or not arguments.plan):
+        reason = "must be at least 1" if arguments.plan else "needs --plan; session.num_cpus limits a preparation"
+        parser.error(f"--cpus {arguments.cpus}: {reason}")
     setup_logging("prepare")
     try:
         config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides, look)
@@ -209,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(annotated_yaml(config))
             return 0
         if arguments.plan:
-            sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")
+            sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines()) + "\n")
             return 0
         manifest = prepare(config, verify_inputs=arguments.verify_inputs)
     except (KeyboardInterrupt, SystemExit) as stopped:  # Ctrl-C, or another signal

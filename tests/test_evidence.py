@@ -1,4 +1,7 @@
-"""Every number in a table of README, docs/index.md and docs/evidence is in a results file that its section names."""
+"""Every number in a table of README, docs/index.md and docs/evidence is in a results file that its section names.
+
+So are the rates of the guide to large corpora, from which its other tables are computed again here.
+"""
 
 import json
 import re
@@ -11,7 +14,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+LARGE = "docs/guides/large-corpus.md"
 PAGES = [
+    LARGE,
     "README.md",
     "docs/index.md",
     *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/evidence/*.md"))),
@@ -136,3 +141,36 @@ def test_a_changed_number_is_noticed() -> None:
     for right, wrong in ((("61.0", "0.5"), ("61.1", "0.5")), (("+5.1", "+4.5", "+5.8"), ("+5.1", "+4.5", "+5.9"))):
         assert right in groups
         assert unsupported([right, wrong], names) == [wrong]
+
+
+def test_minutes_memory_and_disk_of_200_gb_follow_from_the_rates_of_the_page() -> None:
+    page, cpus, gib = (ROOT / LARGE).read_text(), (8, 32, 128), 2**30
+    (_, _, names, _), *_ = tables(LARGE)
+    rates, disk = (json.loads((ROOT / "benchmarks/results" / name).read_text()) for name in names)
+    quality, all_rules, signatures = (
+        float(re.search(rf"(?m)^\| {row}.* \| ([\d.]+) MiB/s \|$", page)[1])  # type: ignore[index]
+        for row in ("filters `gopher`", "all filters", "signatures")
+    )
+    text, rate = 200e9 / 2**20, rates["mib_per_s"] / rates["workers"]  # MiB; MiB a second of a CPU
+    documents = 200e9 / (rates["text_mib"] * 2**20 / rates["documents"]["read"])
+    shards, peak = (disk["disk_mib"][key] / disk["text_mib"] for key in ("shards", "peak"))
+    expected = {
+        "as measured (10.4": [text / rate / 60 / number for number in cpus],
+        "and `gopher`": [text * (1 / rate + 1 / quality) / 60 / number for number in cpus],
+        "and all filters": [text * (1 / rate + 1 / all_rules + 1 / signatures) / 60 / number for number in cpus],
+        "as measured, one": [text / rate / 60] * 3,
+        "memory of": [rates["peak_rss_mib"] * 2**20 * number / gib for number in cpus],
+        "text that": [rate * number for number in cpus],
+        "shards, ledger": [shards, 200 * shards],
+        "the same while": [peak, 200 * peak],
+        "the same with": [2 * peak, 400 * peak],
+        "keys of exact": [documents * 32 / 1e9],
+        "keys of near": [documents * 582 / 1e9],
+        "`cache`": [32 * 2**20 * 128 * peak / 1e9],
+    }
+    for row, values in expected.items():
+        (cells,) = re.findall(rf"(?m)^\| {re.escape(row)}.*?\| (.*) \|$", page)
+        shown = re.findall(NUMBER, cells)
+        assert len(shown) == len(values), row
+        wrong = [pair for pair in zip(shown, values, strict=True) if not is_rounded(pair[0], [pair[1]], 1)]
+        assert wrong == [], row

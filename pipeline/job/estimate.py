@@ -1,10 +1,11 @@
 """`prepare --plan`: the result and the duration of a preparation, estimated from a stratified sample of the corpus."""
 
+import heapq
 import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -142,9 +143,11 @@ class Estimate:
     """Largest number of shards: units times splits."""
     shard_bytes: int
     num_cpus: int
-    """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
+    """CPUs for which `seconds` holds: those asked for, else session.num_cpus, else all CPUs of this machine."""
     seconds: float
     """Duration on `num_cpus` CPUs, without Ray's start."""
+    scaling: list[str]
+    """Lines on what was measured, what limits the time and what it leaves out, if CPUs were asked for."""
     not_kept: dict[str, int]
     """Documents of the sample that are not kept, by reason, the most frequent first."""
     hint: str | None
@@ -165,15 +168,26 @@ class Estimate:
             f"  {size_noun(self.kind):11} {about}{self.num_tokens:,} kept",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
             f"  time        {duration(math.ceil(self.seconds))} on {self.num_cpus} CPUs (and up to a minute for Ray)",
+            *self.scaling,
             *([f"  hint        {self.hint}"] if self.hint else []),
         ]
 
 
-def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None) -> Estimate:
+def makespan(seconds: Iterable[float], num_cpus: int) -> float:
+    """Time of units that take `seconds` of a CPU each; a CPU that is free takes the longest unit that is left."""
+    units = sorted(seconds, reverse=True)
+    busy = [0.0] * min(num_cpus, max(1, len(units)))
+    for unit in units:
+        heapq.heapreplace(busy, busy[0] + unit)
+    return max(busy)
+
+
+def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cpus: int | None = None) -> Estimate:
     """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
     Each folder and each format is estimated separately (`draw_strata`) from at least a few parts: if small
-    files hold most of the documents, large ones say nothing about them.
+    files hold most of the documents, large ones say nothing about them. The time is that on `cpus` CPUs, at least 1;
+    None: on those of the session.
 
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.
@@ -202,14 +216,13 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None) ->
         get_logger().warning("in the sample: %s", problem)
     totals = [stratum.totals() for stratum in strata]
     sums = dict(zip(SUMS, np.sum([np.zeros(len(SUMS)), *totals], axis=0).tolist(), strict=True))
-    # More CPUs cannot shorten the longest unit.
     rates = {
         (part.source, part.start): float(of_stratum[SUMS.index("cpu_seconds")]) / stratum.num_bytes
         for stratum, of_stratum in zip(strata, totals, strict=True)
         for part in stratum.parts
     }
-    longest = (sum(rates.get((part.source, part.start), 0) * part.num_bytes for part in unit.parts) for unit in units)
-    num_cpus = config.session.num_cpus or os.cpu_count() or 1
+    of_units = [sum(rates.get((part.source, part.start), 0) * part.num_bytes for part in unit.parts) for unit in units]
+    num_cpus = cpus or config.session.num_cpus or os.cpu_count() or 1
     token_bytes = (2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4) if tokenizer else 0
     window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
     shard_bytes = sums["num_tokens"] * (token_bytes + window_bytes) + sums["kept"] * _ROW_BYTES
@@ -221,8 +234,23 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None) ->
         shards=len(units) * len(SPLITS),
         shard_bytes=round(shard_bytes + sums["num_texts"] * _TEXT_BYTES + sums["media_bytes"]),
         num_cpus=num_cpus,
-        seconds=max(sums["cpu_seconds"] / num_cpus, max(longest, default=0)),
+        seconds=makespan(of_units, num_cpus),
+        scaling=_scaling(job, of_units, num_cpus) if cpus else [],
         not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),
         hint=lines_hint(counts.read, counts.dropped, job.plan.config, sources),
         kind=config.content.kind,
     )
+
+
+def _scaling(job: Preparation, seconds: Sequence[float], num_cpus: int) -> list[str]:
+    """Lines on an estimate for other CPUs, from the seconds of a CPU that each unit takes."""
+    longest = max(range(len(seconds)), key=seconds.__getitem__)
+    # A unit is not divided, so the CPUs that shorten the time are at most the total in longest units.
+    useful = max(1, math.ceil(sum(seconds) / max(seconds[longest], 1e-9)))
+    second = ", the search for duplicates, the second writing of the shards" if job.config.duplicates.enabled else ""
+    return [
+        f"  measured    on 1 of {os.cpu_count()} CPUs of this machine; estimated for {num_cpus} CPUs of the same speed",
+        f"  units       {len(seconds):,}, the longest {duration(math.ceil(seconds[longest]))} of a CPU "
+        f"(begins with {job.units[longest].parts[0].source!r}): CPUs beyond about {useful:,} do not shorten the time",
+        f"  not counted waits for disks and network{second}",
+    ]

@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from benchmarks.gpu import repeat
 from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
 from declutr.trainer.model import attention as kernels
@@ -177,24 +179,48 @@ def test_a_peak_sees_what_was_freed():
     assert record.peak(torch.device("cpu")) - before > 400  # threads of other tests may free memory meanwhile
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
-def test_benchmark_of_prepare_has_figures(tmp_path):
+@pytest.fixture
+def documents(tmp_path):
+    """120 documents in two files, of which the second repeats a long and a short one of the first, and a tokenizer."""
     rng = np.random.default_rng(0)
     words = [f"word{number}" for number in range(200)]
-    for name in ("a", "b"):
+    texts = [" ".join(rng.choice(words, length)) for length in [400, 20, *rng.integers(20, 400, 116)]]
+    texts += [texts[0].replace(" ", "\n"), texts[1]]
+    for name, part in (("a", texts[:60]), ("b", texts[60:])):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as stream:
-            for length in rng.integers(20, 400, 60):
-                stream.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
-    tokenizer = train_tokenizer([" ".join(words)], 400)
-    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
-    arguments = ["--corpus", str(tmp_path / "*.jsonl.gz"), "--tokenizer", str(tmp_path / "tokenizer"), "--rounds", "1"]
-    found = figures(prepare.main, tmp_path, *arguments, "--max-tokens", "64")
+            stream.writelines(json.dumps({"text": text}) + "\n" for text in part)
+    train_tokenizer([" ".join(words)], 400).save_pretrained(str(tmp_path / "tokenizer"))
+    return ["--corpus", str(tmp_path / "*.jsonl.gz"), "--tokenizer", str(tmp_path / "tokenizer"), "--max-tokens", "64"]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("session", "documents")
+def test_both_sides_of_prepare_keep_the_same_documents(tmp_path):
+    pytest.importorskip("datasets")
+    options, folder = Namespace(max_tokens=64, workers=1), str(tmp_path / "tokenizer")
+    settings = {"paths": sorted(map(str, tmp_path.glob("*.gz"))), "tokenizer": folder, "workers": 1, "min_tokens": 256}
+    settings["prefix"] = BatchTokenizer.load(Path(folder)).prefix
+    manifest = prepare.time_prepare(options, settings, tmp_path / "out")[1]
+    (other,) = prepare.at_once(prepare.datasets, [settings], tmp_path / "cache")
+    assert manifest.dropped["duplicate"] == 1
+    assert (other["documents"], other["tokens"]) == (manifest.totals["kept"], manifest.totals["num_tokens"])
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_benchmark_of_prepare_has_figures(tmp_path, documents):
+    """As a command, whose functions are of `__main__`, which `datasets` sends to its processes otherwise."""
+
+    def run(arguments):
+        subprocess.run([sys.executable, "-m", "benchmarks.prepare", *arguments], cwd=ROOT, check=True)
+
+    found = figures(run, tmp_path, *documents, "--rounds", "1")
     assert found["engine"] == "tiktoken"
     assert found["documents"]["read"] == 120
     assert 0 < found["documents"]["kept"] < 120
     assert found["share_of_limit"] > 0
+    assert found["disk_mib"]["peak"] > found["disk_mib"]["shards"] > 0
     assert found["peak_rss_mib"] is None or found["peak_rss_mib"] > 50
     # `datasets` kept the same documents and tokens, or there would be no figure.
     assert (found["ratio_vs_datasets"] is None) == (find_spec("datasets") is None)

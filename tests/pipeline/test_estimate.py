@@ -8,9 +8,9 @@ import pytest
 from messages import says
 
 from declutr.pipeline.job import estimate as estimating
-from declutr.pipeline.job.estimate import MAX_STRATA, Sampled, draw_strata, read_for
+from declutr.pipeline.job.estimate import MAX_STRATA, Sampled, draw_strata, makespan, read_for
 from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.prepare import plan_ahead
+from declutr.pipeline.prepare import main, plan_ahead
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplo
     lines = estimate.lines()
     assert not any("about" in line for line in lines[:2]), "the corpus was read whole"
     assert any(" s on " in line for line in lines)
+    assert not any(line.startswith("  measured") for line in lines), "no CPUs were asked for"
     warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("in the sample: ")]
     shown_lines = [line for line in lines if line.startswith(("  not kept", "  hint"))]
     for line, words in zip(warnings + shown_lines, advice + reasons, strict=True):
@@ -109,3 +110,46 @@ def test_the_bytes_of_a_beginning_are_those_of_its_records(tmp_path, make_config
         number = sum(1 for _ in read_for(seconds, read_unit(unit, config.corpus), sample, []))
         assert (number == 30_000, sample.num_bytes == unit.num_bytes) == (whole, whole)
         assert number * len(line) == pytest.approx(sample.num_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_cpus", "total"),
+    [
+        ([3.0, 2.0, 4.0, 3.0], 1, 12.0),
+        ([3.0, 2.0, 4.0, 3.0], 2, 6.0),
+        ([3.0, 2.0, 4.0, 3.0], 128, 4.0),
+        ([1.0] * 10, 8, 2.0),
+        ([], 8, 0.0),
+    ],
+    ids=["one CPU", "two", "more than units", "a second round", "no unit"],
+)
+def test_units_are_not_divided_among_cpus(seconds, num_cpus, total):
+    assert makespan(seconds, num_cpus) == total
+
+
+def test_a_plan_for_other_cpus_names_what_was_measured_and_what_limits_it(tmp_path, write_config, make_config, capsys):
+    """A file that is most of the corpus is one unit, so CPUs beyond the second do not help."""
+    line = "one two three four " * 300 + "\n"
+    (tmp_path / "in").mkdir()
+    for name, number in (("a", 20), ("large", 600), ("z", 20)):
+        (tmp_path / "in" / f"{name}.txt.gz").write_bytes(gzip.compress((line * number).encode(), 0))
+    for exact in (True, False):
+        config = make_config(tmp_path / "in", unit_mib=0.1, duplicates={"exact": exact})
+        assert main([write_config(config), "--plan", "--cpus", "64"]) == 0
+        shown = capsys.readouterr().out
+        says(shown, " s on 64 CPUs")
+        says(shown, "on 1 of", "this machine", "estimated for 64 CPUs of the same speed")
+        says(shown, "units       3", "large.txt.gz", "beyond about 2 do not")
+        assert ("search for duplicates" in shown) == exact
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [(["--cpus", "4"], "needs --plan"), (["--plan", "--cpus", "0"], "at least 1")]
+)
+def test_cpus_without_a_plan_or_below_one_are_refused(tmp_path, write_config, make_config, capsys, options, reason):
+    (tmp_path / "a.txt").write_text("one two three " * 400 + "\n")
+    with pytest.raises(SystemExit) as stopped:
+        main([write_config(make_config(tmp_path / "a.txt")), *options])
+    assert stopped.value.code == 2
+    says(capsys.readouterr().err, f"--cpus {options[-1]}", reason)
+    assert not (tmp_path / "out").exists()

@@ -38,6 +38,8 @@ def config_parser(section: str) -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
     for switch, meaning in _SWITCHES[section].items():
         parser.add_argument(switch, action="store_true", help=meaning)
+    if section == "prepare":
+        parser.add_argument("--cpus", type=int, metavar="N", help="with --plan: the time on N CPUs as fast as these")
     return parser
 
 
