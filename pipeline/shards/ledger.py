@@ -24,7 +24,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -90,29 +90,24 @@ _LEAST_ROWS = 10  # of a file whose share of failures is looked at
 
 
 class FileCounts(Strict):
-    """Records of one file or of several."""
+    """Records of a file with failures."""
 
-    files: int = 0
     read: int = 0
     """Records that could be read."""
     failed: int = 0
     broken: int = 0
-    """Files whose rest is lost."""
+    """1 if the rest of the file is lost."""
     left_bytes: int = 0
-    """Input bytes of these rests, as far as the files have them."""
-
-    def plus(self, other: "FileCounts") -> "FileCounts":
-        """The sum of both."""
-        return FileCounts(**{name: getattr(self, name) + getattr(other, name) for name in FileCounts.model_fields})
+    """Input bytes of this rest, as far as the file has them."""
 
 
 class Losses(Strict):
     """Counts of the files of a unit, or of all units."""
 
     files: dict[str, FileCounts] = Field(default_factory=dict)
-    """Files with failures, the most first."""
-    whole: dict[str, FileCounts] = Field(default_factory=dict)
-    """Sums over files without failures, by ending."""
+    """Files with failures, broken ones and the most failures first."""
+    whole: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """Number of the other files, and of the records in them, by ending."""
     read: int = 0
     """Records that could be read."""
     num_bytes: int = 0
@@ -128,8 +123,8 @@ class Losses(Strict):
         lost = 0.0
         for source, file in self.files.items():
             if file.broken:
-                alike = self.whole.get(bare_suffix(source), FileCounts())
-                mean = alike.read / max(1, alike.files)
+                num_files, num_records = self.whole.get(bare_suffix(source), (0, 0))
+                mean = num_records / max(1, num_files)
                 lost += max(0.0, mean - file.read - file.failed, file.left_bytes * per_byte - 1)
         return round(lost)
 
@@ -141,7 +136,7 @@ class Losses(Strict):
     @property
     def num_files(self) -> int:
         """Files, those without failures included."""
-        return len(self.files) + sum(file.files for file in self.whole.values())
+        return len(self.files) + sum(num_files for num_files, _ in self.whole.values())
 
     def worst(self, share: float) -> list[tuple[str, FileCounts]]:
         """Files with ten and more records of which more than this share failed."""
@@ -152,79 +147,79 @@ class Losses(Strict):
         ]
 
 
-def sum_losses(losses: Iterable[Losses]) -> Losses:
-    """Sums over units; a file that several of them read is one."""
-    files, whole, read, num_bytes = dict[str, FileCounts](), dict[str, FileCounts](), 0, 0
-    for unit in losses:
-        for total, counts in ((files, unit.files), (whole, unit.whole)):
-            for name, file in counts.items():
-                total[name] = total.get(name, FileCounts()).plus(file)
-        read, num_bytes = read + unit.read, num_bytes + unit.num_bytes
-    return Losses(files=files, whole=whole, read=read, num_bytes=num_bytes)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Records of the file that is being read; a mutable and fast `FileCounts`."""
-
-    read: int = 0
-    failed: int = 0
-    broken: int = 0
-    left_bytes: int = 0
-
-    def add(self, record: Record) -> None:
-        if isinstance(record, ReadFailure):
-            self.failed += 1
-            self.broken |= record.rest
-        else:
-            self.read += 1
-
-
 class LossCounter:
     """Counts the records of a unit by file: by the one that is read, and by the members of an archive."""
 
     def __init__(self) -> None:
-        self._files: dict[str, FileCounts] = {}
-        self._whole: dict[str, FileCounts] = {}
-        self._member, self._of_member, self._of_part = "", _Tally(), _Tally()
+        self._files: dict[str, Counter[str]] = {}
+        self._whole: dict[str, list[int]] = {}
+        self._member = ""
+        self._of_member, self._of_part = Counter[str](), Counter[str]()
         self._read = self._num_bytes = 0
 
     def add(self, record: Record, part: str) -> None:
         """Counts the next record of a part of the file `part`."""
-        if record.source == part:
-            self._of_part.add(record)
-            return
-        if record.source != self._member:
-            self._end_member()
-            self._member = record.source
-        self._of_member.add(record)
+        counts = self._of_part
+        if record.source != part:
+            if record.source != self._member:
+                self._end_member()
+                self._member = record.source
+            counts = self._of_member
+        if isinstance(record, ReadFailure):
+            counts["failed"] += 1
+            counts["broken"] |= record.rest
+        else:
+            counts["read"] += 1
 
     def end(self, part: str, is_first: bool, num_bytes: int, bytes_read: int) -> None:
         """Ends a part of the file `part`, of whose input bytes so many were read; `is_first`: the file begins in it."""
         self._end_member()
-        if self._of_part.broken:
-            self._of_part.left_bytes = max(0, num_bytes - bytes_read)
-        self._read += self._of_part.read
+        if self._of_part["broken"]:
+            self._of_part["left_bytes"] = max(0, num_bytes - bytes_read)
+        self._read += self._of_part["read"]
         self._end(part, self._of_part, is_first)
-        self._of_part = _Tally()
+        self._of_part = Counter()
         self._num_bytes += num_bytes
 
     def _end_member(self) -> None:
         if self._member:
-            self._of_part.read += self._of_member.read
+            self._of_part["read"] += self._of_member["read"]
             self._end(self._member, self._of_member, True)
-        self._member, self._of_member = "", _Tally()
+        self._member, self._of_member = "", Counter()
 
-    def _end(self, source: str, tally: _Tally, is_first: bool) -> None:
-        counts = FileCounts(files=int(is_first), **asdict(tally))
-        name, total = (source, self._files) if tally.failed else (bare_suffix(source), self._whole)
-        total[name] = total.get(name, FileCounts()).plus(counts)
+    def _end(self, source: str, counts: Counter[str], is_first: bool) -> None:
+        if counts["failed"]:
+            self._files.setdefault(source, Counter()).update(counts)
+        else:
+            whole = self._whole.setdefault(bare_suffix(source), [0, 0])
+            whole[0] += is_first
+            whole[1] += counts["read"]
 
-    def losses(self) -> Losses:
-        """The counts of all parts that have ended."""
-        ranked = sorted(self._files.items(), key=lambda item: (-item[1].broken, -item[1].failed, item[0]))
-        whole = dict(sorted(self._whole.items()))
-        return Losses(files=dict(ranked[:_MOST_FILES]), whole=whole, read=self._read, num_bytes=self._num_bytes)
+    def losses(self, most: int | None = _MOST_FILES) -> Losses:
+        """The counts of all parts that have ended, of at most so many files with failures."""
+        ranked = sorted(self._files.items(), key=lambda item: (-item[1]["broken"], -item[1]["failed"], item[0]))
+        files = {source: FileCounts(**counts) for source, counts in ranked[:most]}
+        whole = {ending: (files, records) for ending, (files, records) in sorted(self._whole.items())}
+        return Losses(files=files, whole=whole, read=self._read, num_bytes=self._num_bytes)
+
+    def join(self, losses: Losses) -> None:
+        """Adds the counts of another unit; a file that both read is one."""
+        for source, file in losses.files.items():
+            self._files.setdefault(source, Counter()).update(file.model_dump())
+            self._files[source]["broken"] = min(1, self._files[source]["broken"])
+        for ending, counts in losses.whole.items():
+            whole = self._whole.setdefault(ending, [0, 0])
+            whole[:] = [before + more for before, more in zip(whole, counts, strict=True)]
+        self._read += losses.read
+        self._num_bytes += losses.num_bytes
+
+
+def sum_losses(losses: Iterable[Losses]) -> Losses:
+    """Sums over units."""
+    counter = LossCounter()
+    for unit in losses:
+        counter.join(unit)
+    return counter.losses(None)
 
 
 LEDGERS = "ledger"
