@@ -20,8 +20,8 @@ END = 2**62
 
 MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 
-Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv", "blob", "label", "other"]
-"""blob: one image or clip. label: a label of one. other: a file of a corpus of images or clips that is neither."""
+Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv", "document", "blob", "label", "other"]
+"""document: html, docx, pdf. blob: an image or clip. label: a label of one. other: a file of such a corpus, neither."""
 NO_TEXT = "no_text_field"
 _SHOWN_CHARACTERS = 200
 _MIN_DOCUMENT_BYTES = 64
@@ -48,6 +48,8 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "tsv",
 }
+# Of files whose texts the extra `documents` extracts, with the kind of each.
+DOCUMENT_SUFFIXES = {".html": "html", ".htm": "html", ".xhtml": "html", ".docx": "docx", ".pdf": "pdf"}
 MARKDOWN = {".md", ".markdown", ".rst"}
 # Read as JSON Lines if the file is named explicitly, or if its first line is an object with the key of the text; in a
 # searched folder it is more often a description.
@@ -94,7 +96,7 @@ class Rejected(Document):
 
 @dataclass(frozen=True, slots=True)
 class Blob(Document):
-    """An image or a clip as it is stored in its file; `text` is empty."""
+    """An image, a clip or an html, docx or pdf file as it is stored; `text` is empty."""
 
     data: bytes
     label: str | None
@@ -168,7 +170,7 @@ TextField = str | Annotated[list[str], Field(min_length=1), AfterValidator(_dist
 
 
 class FilesCorpus(Strict):
-    """JSONL, text, Markdown, reStructuredText, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar."""
+    """JSONL, text, Markdown, html, docx, pdf, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar."""
 
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
@@ -252,11 +254,14 @@ class Rules:
     """Largest file, uncompressed; None: any."""
     blobs: BlobRules | None = None
     """Rules for images or clips; None for texts."""
+    documents: bool = False
+    """True if html, docx and pdf files are read."""
 
     @property
     def suffixes(self) -> Collection[str]:
         """Endings of the files that are read."""
-        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else SUFFIXES
+        documents = DOCUMENT_SUFFIXES if self.documents else ()
+        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else [*SUFFIXES, *documents]
 
 
 def rules_of(
@@ -264,13 +269,14 @@ def rules_of(
     keys: Keys | None = None,
     max_file_bytes: int | None = None,
     blobs: BlobRules | None = None,
+    documents: bool = False,
 ) -> Rules:
     """The rules of a corpus."""
     fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
     names = (corpus.text_field,) if isinstance(corpus.text_field, str) else tuple(corpus.text_field)
-    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs)
+    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs, documents)
 
 
 def missing(names: Names, present: Sequence[str], what: str = "column") -> str | None:

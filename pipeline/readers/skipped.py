@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from declutr.common.config import Strict
-from declutr.pipeline.readers.corpus import JSON_SUFFIX, bare_suffix
+from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, JSON_SUFFIX, bare_suffix
 
 MAX_KINDS = 50
 OTHERS = "others"
@@ -22,8 +22,9 @@ _OFFICE = "convert them to text, Markdown or JSONL"
 _UNPACK = "unpack them, or pack them as tar"
 _ADVICE = {
     JSON_SUFFIX: "their first line is no object with the key of the text (corpus.text_field)",
-    **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
-    **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"), _OFFICE),
+    ".xml": _MARKUP,
+    **dict.fromkeys(DOCUMENT_SUFFIXES, "pip install 'declutr-ray[documents]' reads them as documents"),
+    **dict.fromkeys((".doc", ".odt", ".rtf", ".epub"), _OFFICE),
     **dict.fromkeys((".zip", ".7z", ".rar"), _UNPACK),
     FOLDER: "name them in corpus.paths, or use ** in the pattern",
     LINKED_FOLDER: "name them in corpus.paths",
