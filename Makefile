@@ -105,7 +105,7 @@ lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet uv
 	$(LOCK) --extra dev --output-file requirements.lock
 	cp requirements.lock requirements-run.lock  # whose versions the second lock takes
-	$(LOCK) $(addprefix --extra ,audio cluster images languages report tensorboard) --output-file requirements-run.lock
+	$(LOCK) $(addprefix --extra ,audio cluster documents images languages report tensorboard) --output-file requirements-run.lock
 
 clean: ## remove outputs of demo and tests; the environment stays
 	rm -rf data runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

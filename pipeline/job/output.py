@@ -29,6 +29,7 @@ from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.units import Unit, finished_sidecar, hash_unit, load_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
+from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES
 from declutr.pipeline.readers.input_state import InputState, digest_parts
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
@@ -140,6 +141,8 @@ class Output:
             name for name in plan.units.keys() | other.units.keys() if plan.units.get(name) != other.units.get(name)
         )
         first = plan.sources.get(changed[0]) or other.sources[changed[0]]
+        was_skipped = (plan.skipped.keys() ^ other.skipped.keys()) & DOCUMENT_SUFFIXES.keys()
+        first += " (the extra `documents` was installed or removed)" if was_skipped else ""
         return [
             f"{where} was started with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
             f"{first}; name another folder or delete this one"

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict
+from declutr.common.errors import missing_extra
 from declutr.common.storage import hash_file, hash_json, write_text
 from declutr.pipeline.config import PipelineConfig, config_hash
-from declutr.pipeline.media.media_rows import blob_rules, media_rows
+from declutr.pipeline.media.media_rows import blob_rules, document_texts, media_rows
 from declutr.pipeline.readers.corpus import (
+    JSON_SUFFIX,
     MIB,
+    SUFFIXES,
     UNIT_MIB,
     FilesCorpus,
     HubCorpus,
@@ -28,6 +31,7 @@ from declutr.pipeline.readers.corpus import (
     ReadFailure,
     Record,
     Rules,
+    bare_suffix,
     rules_of,
 )
 from declutr.pipeline.readers.files import Meter, read_part
@@ -66,11 +70,19 @@ class Unit(Strict):
     parts: list[Part]
     file_states: dict[str, FileState | None] = Field(default_factory=dict)
     """State of its files when the plan was made, by path; empty without a call of `with_file_states`."""
+    documents: bool = Field(default_factory=lambda: not missing_extra("documents", ""))
+    """True if the host that made the plan has the extra `documents`."""
 
     @property
     def input_state(self) -> InputState | None:
         """State of its inputs when the plan was made."""
         return input_state_of(self.parts, self.file_states) if self.file_states else None
+
+    @property
+    def reads_documents(self) -> bool:
+        """True if the extra `documents` is there and may decide about its files: by their names, or in archives."""
+        suffixes = {bare_suffix(part.source) for part in self.parts if part.format in ("stream", "tar")}
+        return self.documents and not suffixes <= {*SUFFIXES, JSON_SUFFIX}
 
     @property
     def num_bytes(self) -> int:
@@ -90,10 +102,12 @@ class UnitReader(Iterator[Record]):
         self._done = self._part_bytes = self._max_bytes_read = 0
         self._losses = LossCounter()
         self._meter = Meter()
-        records = self._read(unit, None if isinstance(corpus, PythonDocs) else _rules(corpus, content))
+        rules = None if isinstance(corpus, PythonDocs) else _rules(corpus, content, unit.reads_documents)
+        records = self._read(unit, rules)
         if isinstance(content, ImagesContent | AudioContent):
             self._records = media_rows(records, content)
         else:
+            records = document_texts(records, rules) if rules and rules.documents else records
             self._records = records if content.kind == "documents" else rows(records, content)
 
     def __iter__(self) -> "UnitReader":
@@ -128,23 +142,23 @@ class UnitReader(Iterator[Record]):
             self._done += part.num_bytes
 
 
-def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent) -> Rules:
+def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent, documents: bool) -> Rules:
     """Rules for reading the files of a corpus with this content."""
     if content.kind == "documents":
-        return rules_of(corpus)
+        return rules_of(corpus, documents=documents)
     max_file_bytes = MAX_FILE_BYTES if content.kind == "pairs" else None
-    return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content))
+    return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content), documents)
 
 
 def plan_units(
     corpus: Corpus, unit_mib: float | None, skipped: Skipped | None = None, content: AnyContent = DOCUMENTS
 ) -> tuple[list[Unit], list[str]]:
     """Groups the corpus into units of about `unit_mib` MiB of uncompressed text, or UNIT_MIB; see `file_parts`."""
-    unit_bytes = max(1, int((unit_mib or UNIT_MIB) * MIB))
+    unit_bytes, documents = max(1, int((unit_mib or UNIT_MIB) * MIB)), not missing_extra("documents", "")
     parts, problems = (
         (python_parts(), list[str]())
         if isinstance(corpus, PythonDocs)
-        else file_parts(corpus, unit_bytes, skipped, _rules(corpus, content))
+        else file_parts(corpus, unit_bytes, skipped, _rules(corpus, content, documents))
     )
     groups: list[list[Part]] = []
     group_bytes = 0
@@ -154,7 +168,7 @@ def plan_units(
             group_bytes = 0
         groups[-1].append(part)
         group_bytes += part.weight
-    return [Unit(name=f"{index:05d}", parts=group) for index, group in enumerate(groups)], problems
+    return [Unit(name=f"{index:05d}", parts=group, documents=documents) for index, group in enumerate(groups)], problems
 
 
 def fit_units(
@@ -180,7 +194,8 @@ def fit_units(
 
 def hash_unit(unit: Unit) -> str:
     """SHA-256 of a unit's parts, by name and size but not by path."""
-    return hash_json([part.model_dump(exclude={"path"}) for part in unit.parts])  # a corpus may move between two runs
+    parts = (part.model_dump(exclude={"path"}) for part in unit.parts)  # a corpus may move between two runs
+    return hash_json([*parts, *["documents"] * unit.reads_documents])  # an archive has others without the extra
 
 
 def with_file_states(units: Sequence[Unit]) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""Decoding of images and clips in another process with bounded memory and time.
+"""Decoding of images, clips and documents in another process with bounded memory and time.
 
 A file of 30 bytes can decode to gigabytes, and one of a few megabytes can take hours, without more pixels than allowed.
 The kernel ends the process, so the bounds hold for every format and library, and no file harms the task that reads it.
@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from pydantic import TypeAdapter
 
-from declutr.pipeline.readers.corpus import MIB
+from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, MIB
 from declutr.pipeline.shards.content import ImagesContent, MediaContent
 from declutr.pipeline.shards.media import Clip, Image, Media
 
@@ -33,7 +33,7 @@ TOO_MUCH_MEMORY = "too_much_memory"
 TOO_SLOW = "too_slow"
 _OUT_OF_MEMORY = 3  # exit status of a process that reached its limit of memory
 # Signals by which a decoder ends itself on a damaged file.
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _ENDING_SECONDS = 10.0
 _ENVIRONMENT = {
     # Each thread of BLAS takes memory, and the memory is limited.
@@ -78,7 +78,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one decode; an image or clip beyond them is a failure."""
+    """Bounds of one decode; a file beyond them is a failure."""
 
     memory_mib: int = 1280
     """Memory of the process that decodes, in addition to its libraries. A progressive JPEG of the most pixels needs
@@ -88,16 +88,18 @@ class Limits:
 
 
 LIMITS = Limits()
-IMAGE, CLIP, FAILED, UNSUITABLE = range(4)
+IMAGE, CLIP, TEXT, FAILED, UNSUITABLE = range(5)
 
-Answer = Decoded | tuple[int, str, str]
-"""An image or clip; or FAILED or UNSUITABLE, the reason, and a message."""
-# An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image or frames. It is no
+Answer = Decoded | str | tuple[int, str, str]
+"""An image or clip; a text; or FAILED or UNSUITABLE, the reason, and a message."""
+# An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image, frames or text. It is no
 # pickle, which a decoder could misuse that a file has taken over.
 _Packed = tuple[int, bytes, tuple[int, int], list[str], bytes]
 
 
 def _pack(answer: Answer) -> _Packed:
+    if isinstance(answer, str):
+        return TEXT, b"", (0, 0), [], answer.encode("utf-8", "replace")
     if not isinstance(answer, Decoded):
         kind, *texts = answer
         return kind, b"", (0, 0), [text.encode("utf-8", "backslashreplace").decode() for text in texts], b""
@@ -111,6 +113,8 @@ def _unpack(packed: _Packed) -> Answer:
     kind, identity, (width, height), texts, payload = packed
     if kind in (FAILED, UNSUITABLE):
         return kind, texts[0], texts[1]
+    if kind == TEXT:
+        return payload.decode()
     if kind == IMAGE:
         return Decoded(Image(payload, width, height, ""), identity, tuple(texts))
     return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, tuple(texts))
@@ -124,14 +128,14 @@ def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers
     os.dup2(2, 1)  # what a library prints is no output of the command
     batches = Connection(int(batches_file), writable=False)
     answers = Connection(int(answers_file), readable=False)
-    decoders: dict[str, Callable[[bytes], Decoded]] = {}
+    decoders: dict[str, Callable[[bytes], Decoded | str]] = {}
     while True:
         try:
             content, files = msgspec.msgpack.decode(batches.recv_bytes(), type=tuple[str, list[bytes]])
         except EOFError:
             return
         if content not in decoders:  # memory and time of the libraries do not count
-            decoders[content] = _decoder(TypeAdapter(MediaContent).validate_json(content))
+            decoders |= _decoders(content)
             _limit_memory(int(memory_mib))
         try:
             packed = []
@@ -152,20 +156,25 @@ def _limit_memory(memory_mib: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
 
 
-def _decoder(content: MediaContent) -> Callable[[bytes], Decoded]:
-    """The function that decodes files of this content, with its libraries loaded."""
+def _decoders(key: str) -> dict[str, Callable[[bytes], Decoded | str]]:
+    """The function that decodes files of this content, with its libraries loaded; those of all kinds of documents."""
+    if key in DOCUMENT_SUFFIXES.values():
+        from declutr.pipeline.media.documents import extracted  # loads the libraries of all kinds
+
+        return {kind: partial(extracted, kind=kind) for kind in DOCUMENT_SUFFIXES.values()}
+    content: MediaContent = TypeAdapter(MediaContent).validate_json(key)
     if isinstance(content, ImagesContent):
         from declutr.pipeline.media.images import decode_image, load_formats
 
         load_formats()
-        return partial(decode_image, content=content, label="")
+        return {key: partial(decode_image, content=content, label="")}
     from declutr.pipeline.media.clips import decode_clip, load_libraries
 
     load_libraries(content)
-    return partial(decode_clip, content=content, label="")
+    return {key: partial(decode_clip, content=content, label="")}
 
 
-def _answer(decode: Callable[[bytes], Decoded], data: bytes) -> Answer:
+def _answer(decode: Callable[[bytes], Decoded | str], data: bytes) -> Answer:
     try:
         return decode(data)
     except UndecodableError as error:
@@ -228,13 +237,13 @@ def _end_idle() -> None:
 
 
 class Decoder:
-    """A decoder of images or clips, batch by batch; use it as a context.
+    """A decoder of images, clips or html, docx or pdf files (`content` is their kind), batch by batch; a context.
 
     This process can do other work between `send` and `answers`.
     """
 
-    def __init__(self, content: MediaContent, limits: Limits) -> None:
-        self._content = content.model_dump_json()
+    def __init__(self, content: MediaContent | str, limits: Limits) -> None:
+        self._content = content if isinstance(content, str) else content.model_dump_json()
         self._limits = limits
         self._files: Sequence[bytes] = ()
         self._child: _Child | None = None
@@ -301,4 +310,4 @@ class Decoder:
                 return FAILED, TOO_MUCH_MEMORY, f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
             if -status in _CRASHES:
                 return FAILED, "undecodable", f"its decoder ended with {signal.Signals(-status).name}"
-            raise OSError(f"the process that decodes images and clips ended with status {status}; is memory short?")
+            raise OSError(f"the process that decodes files ended with status {status}; is memory short?")

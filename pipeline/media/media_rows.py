@@ -1,9 +1,12 @@
-"""Rows of a corpus of images or clips with their labels, made from the blobs of its readers."""
+"""Rows of a corpus of images or clips with their labels, and texts of documents, from the blobs of its readers."""
 
 import re
 from dataclasses import dataclass, replace
+from io import BytesIO
 
+from declutr.common.errors import missing_extra
 from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Decoder, Limits
+from declutr.pipeline.readers.blobs import document_kind
 from declutr.pipeline.readers.corpus import (
     Blob,
     BlobRules,
@@ -12,9 +15,12 @@ from declutr.pipeline.readers.corpus import (
     Record,
     Records,
     Rejected,
+    Rules,
     document_id,
     failed,
 )
+from declutr.pipeline.readers.lines import read_text_file
+from declutr.pipeline.readers.streams import Body, ByteStream
 from declutr.pipeline.shards.content import (
     FOLDER,
     PARENT_FOLDER,
@@ -120,6 +126,23 @@ def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS)
         yield from _rows(sent, decoder.answers())
 
 
+def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> Records:
+    """The text of each html, docx and pdf file, cut like that of a text file, or its failure; other records stay."""
+    for record in records:
+        if not isinstance(record, Blob) or (kind := document_kind(record.data, record.source)) is None:
+            yield record
+            continue
+        if absent := missing_extra("documents", record.source):
+            raise OSError(absent)  # not a failure to count: another host of the same preparation has the extra
+        with Decoder(kind, limits) as decoder:
+            decoder.send([record.data])
+            (answer,) = decoder.answers()
+        if isinstance(answer, str):
+            yield from read_text_file(Body(ByteStream(BytesIO(answer.encode()).read), record.source, rules))
+        elif isinstance(answer, tuple):
+            yield failed(answer[1], record.source, 0, answer[2])
+
+
 def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
     """The records with the answers for their images or clips."""
     remaining = iter(answers)
@@ -145,6 +168,7 @@ def _row(blob: Blob, answer: Answer) -> Record:
         if blob.label:
             media = replace(media, label=blob.label)
         return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
+    assert not isinstance(answer, str)
     kind, reason, message = answer
     if kind == FAILED:
         return failed(reason, blob.source, blob.offset, message)

@@ -12,7 +12,7 @@
         files.READERS[format] Body       -> Records        ByteStream, name, rules
           lines               a text or a JSON object a line, a text a file
           tables              Parquet, Arrow, CSV, TSV; rows: from the values of a row to its record
-          blobs               an image or clip a file, with labels
+          blobs               an image or clip a file, with labels; html, docx and pdf files
 
 All data are streams with bounded memory: nothing is extracted to disk, and sizes in headers are not trusted.
 """

@@ -1,12 +1,13 @@
-"""Readers of files that are one image or clip each, with labels: plain files and members of archives.
+"""Readers of files that are one image, clip or document each: plain files and members of archives.
 
-Images and clips are read as the bytes of their files; pipeline/media decodes them. Those in Parquet: rows.py.
+They are read as the bytes of their files; pipeline/media decodes them. Images and clips in Parquet: rows.py.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from declutr.pipeline.readers.corpus import (
+    DOCUMENT_SUFFIXES,
     MIB,
     Blob,
     BlobRules,
@@ -18,7 +19,7 @@ from declutr.pipeline.readers.corpus import (
     failed,
     unreadable,
 )
-from declutr.pipeline.readers.streams import READ_ERRORS, Body
+from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Body
 
 OTHER_FILE = "other_file"
 """Reason of a member of an archive that is neither an image or clip nor a label."""
@@ -44,8 +45,22 @@ def blob_format(head: bytes, name: str, blobs: BlobRules) -> BlobFormat:
 
 
 def read_blob(body: Body) -> Records:
-    """The image or clip of one file."""
-    yield _read_bounded(body, body.rules.max_bytes, f"corpus.max_document_mib = {body.rules.max_bytes / MIB:g} MiB")
+    """The image or clip of one file, or an html, docx or pdf file."""
+    max_bytes = body.rules.max_bytes if body.rules.blobs else MAX_DOCUMENT_BYTES  # else the setting limits the text
+    setting = "corpus.max_document_mib = " if body.rules.blobs else ""
+    yield _read_bounded(body, max_bytes, f"{setting}{max_bytes / MIB:g} MiB")
+
+
+MAX_DOCUMENT_BYTES = 128 * MIB  # largest html, docx or pdf file; two processes hold it
+_STARTS = ((b"%pdf-", "pdf"), (b"<!doctype html", "html"), (b"<html", "html"))
+
+
+def document_kind(head: bytes, name: str) -> str | None:
+    """html, docx or pdf by content, then name; None for a file with another suffix."""
+    suffix, start = bare_suffix(name), head[:BLOCK_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()  # mark of UTF-8
+    if suffix and suffix not in DOCUMENT_SUFFIXES:
+        return None
+    return next((kind for mark, kind in _STARTS if start.startswith(mark)), DOCUMENT_SUFFIXES.get(suffix))
 
 
 def read_label(body: Body) -> Records:

@@ -25,10 +25,10 @@ Choice = Literal[
 ]
 """Settings of `corpus.format`; the last ones are formats of all files."""
 Format = Literal[
-    "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet", "blob", "label", "other"
+    "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet", "document", "blob", "label", "other"
 ]
-"""json: a value of several lines. wet: texts of web pages, as Common Crawl publishes them. blob: one image or clip.
-label: a label of one. other: a file of a corpus of images or clips that is neither."""
+"""json: a value of several lines. wet: texts of web pages, as Common Crawl publishes them. document: html, docx, pdf.
+blob: an image or clip. label: a label of one. other: a file of such a corpus that is neither."""
 NO_TEXT = "no_text_field"
 _SHOWN_CHARACTERS = 200
 _MIN_DOCUMENT_BYTES = 64
@@ -56,6 +56,8 @@ SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".wet": "wet",
 }
+# Of files whose texts the extra `documents` extracts, with the kind of each.
+DOCUMENT_SUFFIXES = {".html": "html", ".htm": "html", ".xhtml": "html", ".docx": "docx", ".pdf": "pdf"}
 MARKDOWN = {".md", ".markdown", ".rst"}
 # Read if the file is named explicitly, or if its first object has the key of the text; in a searched folder it is more
 # often a description.
@@ -105,7 +107,7 @@ class Rejected(Document):
 
 @dataclass(frozen=True, slots=True)
 class Blob(Document):
-    """An image or a clip as it is stored in its file; `text` is empty."""
+    """An image, a clip or an html, docx or pdf file as it is stored; `text` is empty."""
 
     data: bytes
     label: str | None
@@ -182,7 +184,7 @@ TextField = str | Annotated[list[str], Field(min_length=1), AfterValidator(_dist
 
 
 class FilesCorpus(Strict):
-    """JSONL, text, Markdown, reStructuredText, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar."""
+    """JSONL, text, Markdown, html, docx, pdf, Parquet, Arrow, CSV, TSV; compressed (gz, xz, zst, bz2); tar."""
 
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
@@ -269,11 +271,14 @@ class Rules:
     """Rules for images or clips; None for texts."""
     plain: Literal["text", "text_file"] = "text"
     """Format of a .txt outside an archive."""
+    documents: bool = False
+    """True if html, docx and pdf files are read."""
 
     @property
     def suffixes(self) -> Collection[str]:
         """Endings of the files that are read."""
-        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else SUFFIXES
+        documents = DOCUMENT_SUFFIXES if self.documents else ()
+        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else [*SUFFIXES, *documents]
 
 
 def rules_of(
@@ -281,6 +286,7 @@ def rules_of(
     keys: Keys | None = None,
     max_file_bytes: int | None = None,
     blobs: BlobRules | None = None,
+    documents: bool = False,
 ) -> Rules:
     """The rules of a corpus."""
     choice: Choice = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
@@ -289,7 +295,7 @@ def rules_of(
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
     names = (corpus.text_field,) if isinstance(corpus.text_field, str) else tuple(corpus.text_field)
-    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs, plain)
+    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs, plain, documents)
 
 
 def missing(names: Names, present: Sequence[str], what: str = "column") -> str | None:

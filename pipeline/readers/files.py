@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from declutr.common.stores.address import is_remote
 from declutr.pipeline.readers.archives import Member, is_tar, members
-from declutr.pipeline.readers.blobs import blob_format, read_blob, read_label, read_other, with_labels
+from declutr.pipeline.readers.blobs import blob_format, document_kind, read_blob, read_label, read_other, with_labels
 from declutr.pipeline.readers.corpus import (
     END,
     FIELD_FORMATS,
@@ -35,6 +35,7 @@ from declutr.pipeline.readers.corpus import (
 )
 from declutr.pipeline.readers.lines import as_utf8, encoding_of, json_values, read_jsonl, read_text, read_text_file
 from declutr.pipeline.readers.rows import read_json_fields
+from declutr.pipeline.readers.skipped import advice_on
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
     READ_ERRORS,
@@ -61,7 +62,7 @@ MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compress
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _PARQUET = b"PAR1"
 JSON_HEAD_BYTES = BLOCK_BYTES << 12  # 2 MiB; a longer first object is data, as no description is
-_IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv")
+_IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv", "document")
 
 
 class Meter:
@@ -185,6 +186,8 @@ def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format |
         return "parquet"
     if head.startswith(ARROW_FILE):
         return "arrow"
+    if rules.documents and document_kind(head, name):
+        return "document"
     suffix = bare_suffix(name)
     if suffix == JSON_SUFFIX or (not suffix and has_key(head, rules)):
         return "json" if _is_one_value(head) else "jsonl"
@@ -297,7 +300,8 @@ def read_stream(
     elif archive:
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
     elif (file_format := format_of(head, source, rules, inside=depth > 0)) is None:
-        yield failed("unknown_format", source, 0, "neither its name nor its content tells a format; corpus.format can")
+        message = f"neither its name nor its content tells a format; corpus.format can{advice_on(source)}"
+        yield failed("unknown_format", source, 0, message)
     elif rules.keys and file_format not in FIELD_FORMATS:
         message = f"{file_format} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
         yield failed("unknown_format", source, 0, message)
@@ -344,6 +348,7 @@ READERS: dict[Format, Callable[[Body], Records]] = {
     "wet": read_wet,
     "parquet": read_forward_parquet,
     "arrow": read_arrow_stream,
+    "document": read_blob,
     "blob": read_blob,
     "label": read_label,
     "other": read_other,

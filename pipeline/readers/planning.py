@@ -12,12 +12,14 @@ from typing import BinaryIO, NamedTuple, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from declutr.common.errors import missing_extra
 from declutr.common.paths import expand
 from declutr.common.stores.address import explained, is_remote
 from declutr.pipeline.readers.archives import find_members, is_tar
 from declutr.pipeline.readers.blobs import member_key
 from declutr.pipeline.readers.corpus import (
     COMPRESSED_SUFFIXES,
+    DOCUMENT_SUFFIXES,
     END,
     FIELD_FORMATS,
     JSON_SUFFIX,
@@ -365,6 +367,9 @@ def _unknown(file: Input, rules: Rules) -> Cut:
     """The problem of an explicitly named file of unknown format; a file met by a search is skipped."""
     if file.searched:
         return Cut([], skipped=True)
+    absent = missing_extra("documents", f"corpus.paths: {file.path!r}")
+    if absent and bare_suffix(file.source) in DOCUMENT_SUFFIXES and not (rules.blobs or rules.keys):
+        return Cut([], absent)
     if rules.blobs:
         endings = " ".join(rules.suffixes)
         return Cut(

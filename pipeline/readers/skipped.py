@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from declutr.common.config import Strict
-from declutr.pipeline.readers.corpus import JSON_SUFFIX, bare_suffix
+from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, JSON_SUFFIX, bare_suffix
 
 MAX_KINDS = 50
 OTHERS = "others"
@@ -29,8 +29,9 @@ _OFFICE = "convert them to text, Markdown or JSONL"
 _UNPACK = "unpack them, or pack them as tar"
 _ADVICE = {
     JSON_SUFFIX: "their first object lacks the key of the text (corpus.text_field)",
-    **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
-    **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"), _OFFICE),
+    ".xml": _MARKUP,
+    **dict.fromkeys(DOCUMENT_SUFFIXES, "pip install 'declutr-ray[documents]' reads them as documents"),
+    **dict.fromkeys((".doc", ".odt", ".rtf", ".epub"), _OFFICE),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the tables as CSV or TSV"),
     **dict.fromkeys((".lz4", ".br", ".lzma", ".lzo", ".z", ".sz"), "compress them again with zstd, gzip, xz or bzip2"),
     ".warc": "their records are pages of HTML; read the WET files of the same crawl, or extract the text first",

