@@ -261,7 +261,7 @@ def test_vectors_of_another_type_than_the_index_names_are_refused(tmp_path):
 
 
 HOSTILE = (
-    "<script>document.title='run'</script> &amp; \u202eright to left\u202c \x00\x1b[31m \x9b \u2066 {} 'quoted'"
+    "<script>document.title='run'</script> &amp; \u202eright to left\u202c \x01\x1b[31m \x9b \u2066 {} 'quoted'"
     " \N{FOX FACE}" + "long" * 200
 )
 MAP_TEXTS = [f"{animal} {verb} on the mat" for animal in ("cat", "dog", "hen") for verb in ("sat", "ate", "ran")]
