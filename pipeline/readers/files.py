@@ -3,24 +3,19 @@
 `READERS` has the reader of each format.
 """
 
-import codecs
-import json
 import os
-import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 
 from declutr.common.stores.address import is_remote
 from declutr.pipeline.readers.archives import Member, is_tar, members
-from declutr.pipeline.readers.blobs import blob_format, document_kind, read_blob, read_label, read_other, with_labels
+from declutr.pipeline.readers.blobs import read_blob, read_label, read_other, with_labels
 from declutr.pipeline.readers.corpus import (
     END,
     FIELD_FORMATS,
-    JSON_SUFFIX,
-    SUFFIXES,
     TAR_SUFFIX,
     Format,
     Part,
@@ -33,6 +28,7 @@ from declutr.pipeline.readers.corpus import (
     is_hidden,
     unreadable,
 )
+from declutr.pipeline.readers.heads import Head
 from declutr.pipeline.readers.lines import as_utf8, encoding_of, json_values, read_jsonl, read_text, read_text_file
 from declutr.pipeline.readers.rows import read_json_fields
 from declutr.pipeline.readers.skipped import advice_on
@@ -48,7 +44,6 @@ from declutr.pipeline.readers.streams import (
     stream_of,
 )
 from declutr.pipeline.readers.tables import (
-    ARROW_FILE,
     DELIMITERS,
     read_arrow_batches,
     read_arrow_stream,
@@ -59,9 +54,6 @@ from declutr.pipeline.readers.tables import (
 from declutr.pipeline.readers.wet import read_wet
 
 MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compressed; OpenWebText has two levels
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
-_PARQUET = b"PAR1"
-JSON_HEAD_BYTES = BLOCK_BYTES << 12  # 2 MiB; a longer first object is data, as no description is
 _IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv", "document")
 
 
@@ -175,95 +167,6 @@ def _skip_line(stream: ByteStream) -> None:
             return
 
 
-def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format | None:
-    """The format of uncompressed content that is not an archive."""
-    if rules.blobs:
-        kind = blob_format(head, name, rules.blobs)
-        return kind if inside or kind in ("blob", "parquet") else None
-    if rules.format:
-        return rules.format
-    if head.startswith(_PARQUET):
-        return "parquet"
-    if head.startswith(ARROW_FILE):
-        return "arrow"
-    if rules.documents and document_kind(head, name):
-        return "document"
-    suffix = bare_suffix(name)
-    if suffix == JSON_SUFFIX or (not suffix and has_key(head, rules)):
-        return "json" if _is_one_value(head) else "jsonl"
-    if not suffix:
-        return "wet" if head.startswith(b"WARC/") else "text_file" if is_prose(head) else None
-    by_suffix = SUFFIXES.get(suffix)
-    return ("text_file" if inside else rules.plain) if by_suffix == "text" else by_suffix
-
-
-def head_of(stream: ByteStream, name: str) -> bytes:
-    """The first bytes of a file, as many as its format needs: of a .json and without an ending, its first object."""
-    num_bytes = BLOCK_BYTES
-    head = stream.head(num_bytes)
-    while (
-        bare_suffix(name) in ("", JSON_SUFFIX)
-        and len(head) == num_bytes < JSON_HEAD_BYTES
-        and _value_of(head) == ({}, True)
-    ):
-        num_bytes *= 8
-        head = stream.head(num_bytes)
-    return head
-
-
-def has_key(head: bytes, rules: Rules) -> bool:
-    """Returns True if the first object has a key that is read, or is cut after it, or is longer than what is read."""
-    names = rules.keys.values() if rules.keys else rules.text_names
-    value, is_cut = _value_of(head)
-    return any(name in value for name in names) or (is_cut and len(head) >= JSON_HEAD_BYTES)
-
-
-def is_object(head: bytes) -> bool:
-    """Returns True if the first line may be an object."""
-    return not _is_one_value(head) and _text_of(head).startswith("{")
-
-
-def _is_one_value(head: bytes) -> bool:
-    """Returns True for JSON that is an array, or an object over several lines."""
-    text = _text_of(head)
-    return text.startswith("[") or text.partition("\n")[0].strip() == "{"
-
-
-def _text_of(head: bytes) -> str:
-    return head.decode(encoding_of(head) or "utf-8", "replace").lstrip("\ufeff \t\r\n")
-
-
-def _value_of(head: bytes) -> tuple[dict[str, Any], bool]:
-    """The first object of JSON, also of an array; none, and True if it is cut, so that more bytes may show it."""
-    text = _text_of(head)
-    text = text[1:].lstrip() if text.startswith("[") else text
-    if not text.startswith("{"):
-        return {}, False
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text if _is_one_value(head) else text.partition("\n")[0])
-    except RecursionError:
-        return {}, False
-    except ValueError:
-        return {}, _is_one_value(head) or "\n" not in text
-    return value, False
-
-
-def is_prose(head: bytes) -> bool:
-    """Returns True if a file begins like text: UTF-8 without control characters, no markup and no program."""
-    if encoding_of(head):  # a mark says that it is text, whose bytes look like none
-        return True
-    try:
-        # Incremental, because the head may end within a character.
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return (
-        bool(text.strip())
-        and not _CONTROL.search(text)
-        and not text.lstrip("\ufeff \r\n\t").startswith(("<", "#!", "{", "["))
-    )
-
-
 def read_stream(
     stream: ByteStream,
     source: str,
@@ -289,9 +192,9 @@ def read_stream(
     except READ_ERRORS as error:
         yield unreadable(error, source, 0)
         return
-    head = head_of(stream, source)
-    compression = compression_of(head)
-    archive = is_tar(head) or (compression is None and rules.format is None and bare_suffix(source) == TAR_SUFFIX)
+    head = Head.of(stream, source)
+    compression = compression_of(head.data)
+    archive = is_tar(head.data) or (compression is None and rules.format is None and head.suffix == TAR_SUFFIX)
     if (compression and compressed == MAX_DEPTH) or (archive and depth == MAX_DEPTH):
         yield failed("too_deep", source, 0, f"more than {MAX_DEPTH} archives or compressions in each other")
     elif compression:
@@ -299,14 +202,14 @@ def read_stream(
         yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
     elif archive:
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
-    elif (file_format := format_of(head, source, rules, inside=depth > 0)) is None:
+    elif (file_format := head.format(rules, inside=depth > 0)) is None:
         message = f"neither its name nor its content tells a format; corpus.format can{advice_on(source)}"
         yield failed("unknown_format", source, 0, message)
     elif rules.keys and file_format not in FIELD_FORMATS:
         message = f"{file_format} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
         yield failed("unknown_format", source, 0, message)
     else:
-        if file_format in _IN_UTF8 and (encoding := encoding_of(head)):
+        if file_format in _IN_UTF8 and (encoding := encoding_of(head.data)):
             stream = as_utf8(stream, encoding)
         yield from READERS[file_format](Body(stream, source, rules))
 

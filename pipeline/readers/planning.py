@@ -34,7 +34,7 @@ from declutr.pipeline.readers.corpus import (
     bare_suffix,
     rules_of,
 )
-from declutr.pipeline.readers.files import format_of, has_key, head_of, is_object
+from declutr.pipeline.readers.heads import Head
 from declutr.pipeline.readers.hub import hub_inputs
 from declutr.pipeline.readers.inputs import find_inputs
 from declutr.pipeline.readers.lines import encoding_of
@@ -303,33 +303,34 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
         return _lost(file, "it cannot be read")
     try:
         with open_input(file.path) as opened:
-            head = opened.read(_HEAD_BYTES)
-            compression = compression_of(head)
+            head = Head(opened.read(_HEAD_BYTES), file.source)
+            compression = compression_of(head.data)
             if compression:
                 return _cut_compressed(file, opened, compression, rules, part_bytes)
-            if is_tar(head) or (rules.format is None and bare_suffix(file.source) == TAR_SUFFIX):
+            if is_tar(head.data) or (rules.format is None and head.suffix == TAR_SUFFIX):
                 stream = stream_of(opened, file.path)
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(_cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
-            if bare_suffix(file.source) in ("", JSON_SUFFIX):
+            if head.suffix in ("", JSON_SUFFIX):
                 opened.seek(0)
-                head = max(head, head_of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source), key=len)
-            file_format = format_of(head, file.source, rules, inside=False)
+                longer = Head.of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source)
+                head = max(head, longer, key=lambda head: len(head.data))
+            file_format = head.format(rules, inside=False)
             if file_format is None or not _is_data(head, file, rules):
-                doubtful = _cut_ranges(file, "jsonl", part_bytes) if file_format == "jsonl" and is_object(head) else []
+                doubtful = _cut_ranges(file, "jsonl", part_bytes) if file_format == "jsonl" and head.is_object() else []
                 return Cut([], skipped=True, doubtful=tuple(doubtful)) if doubtful else _unknown(file, rules)
             if rules.keys and (refusal := _refused(file, file_format, rules)):
                 return refusal
             if file_format == "parquet":
                 return _cut_parquet(file, opened, rules, part_bytes)
-            if file_format in ("jsonl", "text") and rules.max_file_bytes is None and encoding_of(head) is None:
+            if file_format in ("jsonl", "text") and rules.max_file_bytes is None and encoding_of(head.data) is None:
                 return Cut(_cut_ranges(file, file_format, part_bytes))
-            if file_format == "arrow" and head.startswith(b"ARROW1"):
+            if file_format == "arrow" and head.data.startswith(b"ARROW1"):
                 return _cut_arrow(file, opened, rules, part_bytes)
             if rules.keys or file_format not in DELIMITERS:
                 return Cut([_whole(file)])
-            if problem := header_problem(head, rules, DELIMITERS[file_format]):
+            if problem := header_problem(head.data, rules, DELIMITERS[file_format]):
                 return Cut([_whole(file, 0)], _column_problem(file, rules, problem))
             return Cut([_whole(file)])
     except OSError as error:
@@ -397,20 +398,19 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
         stream.peek(BLOCK_BYTES)
     except READ_ERRORS:
         return whole
-    head = head_of(stream, file.source)
-    if is_tar(head) and weight > part_bytes:
+    head = Head.of(stream, file.source)
+    if is_tar(head.data) and weight > part_bytes:
         packed = stream_of(opened, file.path)
         inner = decompressed(packed, compression, Allowance(packed))
         key = member_key if rules.blobs else None
         return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
-    nested = is_tar(head) or compression_of(head) is not None
-    is_data = format_of(head, file.source, rules, inside=False) is not None and _is_data(head, file, rules)
-    if is_expected or nested or is_data:
+    nested = is_tar(head.data) or compression_of(head.data) is not None
+    if is_expected or nested or (head.format(rules, inside=False) is not None and _is_data(head, file, rules)):
         return whole
-    return Cut([], skipped=True, doubtful=tuple(whole.parts)) if is_object(head) else _unknown(file, rules)
+    return Cut([], skipped=True, doubtful=tuple(whole.parts)) if head.is_object() else _unknown(file, rules)
 
 
-def _is_data(head: bytes, file: Input, rules: Rules) -> bool:
+def _is_data(head: Head, file: Input, rules: Rules) -> bool:
     """Returns False for a .json that a search met, if its first object has no key that is read."""
     is_expected = not file.searched or rules.format is not None or rules.blobs is not None
-    return is_expected or bare_suffix(file.source) != JSON_SUFFIX or has_key(head, rules)
+    return is_expected or head.suffix != JSON_SUFFIX or head.has_key(rules)
