@@ -29,7 +29,6 @@ from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.units import Unit, finished_sidecar, hash_unit, load_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
-from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES
 from declutr.pipeline.readers.input_state import InputState, digest_parts
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
@@ -57,6 +56,8 @@ class PreparePlan(Strict):
     """State of each unit's inputs, by unit name."""
     skipped: dict[str, Skip] = Field(default_factory=dict)
     """Skipped files, by kind; without influence on whether a folder can be continued."""
+    documents: bool = False
+    """True if the extra `documents` decides what is read."""
 
 
 def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> PreparePlan:
@@ -69,6 +70,7 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
         sources={unit.name: unit.parts[0].source for unit in units},
         input_states={unit.name: unit.input_state for unit in units if unit.input_state},
         skipped=skipped or {},
+        documents=any(unit.reads_documents for unit in units),
     )
 
 
@@ -141,8 +143,7 @@ class Output:
             name for name in plan.units.keys() | other.units.keys() if plan.units.get(name) != other.units.get(name)
         )
         first = plan.sources.get(changed[0]) or other.sources[changed[0]]
-        was_skipped = (plan.skipped.keys() ^ other.skipped.keys()) & DOCUMENT_SUFFIXES.keys()
-        first += " (the extra `documents` was installed or removed)" if was_skipped else ""
+        first += " (the extra `documents` was installed or removed)" if plan.documents != other.documents else ""
         return [
             f"{where} was started with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
             f"{first}; name another folder or delete this one"

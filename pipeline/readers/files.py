@@ -23,7 +23,6 @@ from declutr.pipeline.readers.corpus import (
     Record,
     Records,
     Rules,
-    bare_suffix,
     failed,
     is_hidden,
     unreadable,

@@ -177,7 +177,7 @@ def test_without_the_extra_files_are_counted_or_refused(tmp_path, make_config, o
     archive.write_bytes(tar(list(members.items())))
     (read,), (packed,) = plan_units(files(folder), 1)[0], plan_units(files(archive), 1)[0]
     config, remedy, skipped = make_config(folder), "pip install 'declutr-ray[documents]'", Skipped()
-    later = plan_of(config, [read])
+    later, packed_later = plan_of(config, [read]), plan_of(config, [packed])
     monkeypatch.setitem(errors._PACKAGES, "documents", ("lxml", "absent_package"))
     (unread,), problems = plan_units(files(folder), 1, skipped)
     assert (problems, outcomes(read_unit(unread, files(folder)))) == ([], [("a.md", "a")])
@@ -193,6 +193,7 @@ def test_without_the_extra_files_are_counted_or_refused(tmp_path, make_config, o
     assert hash_unit(bare) != hash_unit(packed)  # or an archive that is half read could go on with more documents
     with pytest.raises(OSError, match="absent_package"):  # a host without it, in a preparation with it
         list(read_unit(read, files(folder)))
-    (output[0] / "plan.json").write_text(plan_of(config, [unread], skipped.kinds()).model_dump_json())
-    (problem,) = Output("out", output[0], config.duplicates, config.session).problems(later)
-    says(problem, "other inputs", "extra `documents`", "another folder")
+    for now, before in ((later, plan_of(config, [unread], skipped.kinds())), (packed_later, plan_of(config, [bare]))):
+        (output[0] / "plan.json").write_text(before.model_dump_json())
+        (problem,) = Output("out", output[0], config.duplicates, config.session).problems(now)
+        says(problem, "other inputs", "extra `documents`", "another folder")
