@@ -143,6 +143,12 @@ def losses_hint(losses: Losses, kind: ContentKind) -> Sequence[str]:
     return [*lines, *([f"and {len(worst) - _EXAMPLES:,} more such files"] if len(worst) > _EXAMPLES else [])]
 
 
+def lost_hint(manifest: Manifest) -> str | None:
+    """The number of documents that are lost with files that break off, in words; None without such."""
+    lost = manifest.totals.get("lost", 0)
+    return f"about {lost:,} lost with files that break off" if lost else None
+
+
 def unknown_hint(manifest: Manifest) -> str | None:
     """A warning if the tokenizer does not know a hundredth and more of the words; else None."""
     unknown, tokens = manifest.totals.get("unknown_tokens", 0), manifest.totals["num_tokens"]
@@ -150,7 +156,8 @@ def unknown_hint(manifest: Manifest) -> str | None:
         return None
     return (
         f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) stand for words that the tokenizer does not know, "
-        "and say nothing; choose a tokenizer of the corpus's language and letters, or tokenizer.kind=train"
+        "and say nothing; take a tokenizer or base model of the corpus's language and letters, or in `prepare` "
+        "tokenizer.kind=train"
     )
 
 
@@ -167,8 +174,7 @@ def labels_hint(manifest: Manifest) -> str | None:
 def summary(manifest: Manifest, output: str) -> str:
     """One line with the output folder, the documents read and their statuses."""
     totals = manifest.totals
-    broken = f"about {totals['lost']:,} lost with files that break off" if totals.get("lost") else ""
-    lost = ", ".join(filter(None, [_in_words(manifest.dropped), _in_words(manifest.failed), broken]))
+    lost = ", ".join(filter(None, [_in_words(manifest.dropped), _in_words(manifest.failed), lost_hint(manifest)]))
     share = totals.get("unknown_tokens", 0) / max(1, totals["num_tokens"])
     unknown = f" ({share:.2%} unknown)" if share else ""
     skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import re
+import shutil
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -22,6 +23,7 @@ from preparing import prepare_media, prepare_rows
 from declutr.cli.main import main
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries
+from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report import survey as sums
 from declutr.report.charts import COLOURS, draw_histogram
@@ -195,6 +197,17 @@ def test_the_report_answers_whether_to_train(content):
     says(message, "199 held-out documents")
     lost = enough.model_copy(update={"totals": enough.totals | {"text_bytes": 3 * content.kept_tally.text_bytes}})
     says(readiness(replace(content, manifest=lost)), "too_short")
+
+
+def test_the_report_and_inspect_show_lost_documents_and_unknown_tokens(content, prepared, tmp_path, capsys):
+    shutil.copytree(prepared[0], tmp_path / "shards")
+    totals = content.manifest.totals | {"lost": 990, "unknown_tokens": content.manifest.totals["num_tokens"]}
+    manifest = content.manifest.model_copy(update={"totals": totals})
+    (tmp_path / "shards" / MANIFEST).write_text(manifest.model_dump_json())
+    main(["inspect", str(tmp_path / "shards"), "--documents", "0"])
+    for shown in ("\n".join(glance(replace(content, manifest=manifest))), capsys.readouterr().out):
+        says(shown, "about 990 lost")
+        says(shown, "(100.0%) stand for words that the tokenizer does not know")
 
 
 def test_the_report_names_folders_and_its_totals_close(tmp_path):

@@ -16,6 +16,7 @@ from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
+from declutr.pipeline.job.outcome import lost_hint, unknown_hint
 from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.lookup import entries_at, find_entries
@@ -165,6 +166,7 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
             yield f"  {kind}: {number:,} {reason}"
     for failure in manifest.failures[:5]:
         yield f"    {failure}"
+    yield from (f"  {hint}" for hint in (lost_hint(manifest), unknown_hint(manifest)) if hint)
     yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
     longest = f"{totals['longest_tokens']:,} in the longest {manifest.noun.removesuffix('s')}"
     yield f"  {totals['num_tokens']:,} {size_noun(manifest.content.kind)} kept, {longest}"

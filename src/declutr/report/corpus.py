@@ -11,7 +11,7 @@ import yaml
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.errors import ShardError, redact
-from declutr.pipeline.job.outcome import labels_hint, lines_hint
+from declutr.pipeline.job.outcome import labels_hint, lines_hint, lost_hint, unknown_hint
 from declutr.pipeline.readers.skipped import describe_skipped
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, load_manifest
@@ -177,6 +177,8 @@ def glance(content: Content) -> list[str]:
     hints = (
         lines_hint(totals["read"], content.manifest.dropped, content.manifest.config, content.survey.sources.by_name),
         labels_hint(content.manifest),
+        lost_hint(content.manifest),
+        unknown_hint(content.manifest),
         *describe_skipped(content.manifest.skipped),
     )
     return lines + [f"{hint}." for hint in hints if hint]
