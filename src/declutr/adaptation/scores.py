@@ -183,9 +183,9 @@ class Verdict:
     def rows_needed(self) -> int | None:
         """Rows with which a difference of one point would be measurable, N (half width / 1 point)^2; None: unknown."""
         interval = self.comparison.interval
-        if interval is None:
+        if interval is None or self.comparison.few_changed:  # so few rows differ that the width says nothing of others
             return None
-        return round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2)
+        return max(MIN_ROWS, round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2))
 
     def sentence(self, rows: str) -> str:
         """The verdict with its figures.
@@ -205,7 +205,7 @@ class Verdict:
         )
         if comparison.few_changed:
             text += f"; {rows} that differ: {comparison.changed}, and a difference needs {MIN_CHANGED}"
-        if low <= 0 <= high:
+        elif low <= 0 <= high:
             text += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
         return text
 
