@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
 from declutr.evaluation.senteval.harness import Evaluated
-from declutr.evaluation.senteval.scores import RECALLS, Protocol, averages, headline
+from declutr.evaluation.senteval.scores import RECALLS, Average, Protocol, averages, headline
 from declutr.evaluation.senteval.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
 
 Scores = Mapping[str, float]
@@ -163,14 +163,9 @@ def _headline(model: _Model, task: str) -> float | None:
     return headline(task, scores) if scores else None
 
 
-def _average(model: _Model, name: str) -> float | None:
+def _average(model: _Model, name: str) -> Average:
     rows = averages(model.results.get("senteval", {}), "senteval")
-    return next(average.value for average in rows if average.name == name)
-
-
-def _dev_average(model: _Model, name: str) -> float | None:
-    rows = averages(model.results.get("senteval", {}), "senteval")
-    return next(average.dev for average in rows if average.name == name)
+    return next(average for average in rows if average.name == name)
 
 
 def _mean(values: list[float]) -> float:
@@ -214,9 +209,9 @@ _BLOCKS: tuple[tuple[str, str, str, Sequence[str], Value, Callable[[list[float]]
     ("probing", "Probing", "Probing, accuracy",
      PROBING, _headline, None),
     ("averages", "Averages", "Averages of DeCLUTR's papers, of complete sets alone; published ones computed from the "
-     "tables", tuple(_AVERAGES), _average, None),
+     "tables", tuple(_AVERAGES), lambda model, name: _average(model, name).value, None),
     ("averages-dev", "Averages, dev", "Averages of scores on development data, which DeCLUTR's ablations print; "
-     "STS12-16 by their test scores", tuple(_AVERAGES), _dev_average, None),
+     "STS12-16 by their test scores", tuple(_AVERAGES), lambda model, name: _average(model, name).dev, None),
     ("geometry", "Geometry", "Alignment (0 is best) and uniformity (lower is better) on STS-B",
      _GEOMETRY, lambda model, name: model.geometry.get(name), None),
 )  # fmt: skip

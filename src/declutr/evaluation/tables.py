@@ -110,17 +110,10 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
     published = literature()
     blocks = tables(evaluated, published)
     write_text(folder / "scores.md", markdown(blocks, remarks(evaluated, published)))
+    names = ("encoder", "fingerprint", "size", "warnings", "seconds", "pretrained", "geometry")
     encoders = [
-        {
-            "encoder": scored.encoder,
-            "fingerprint": scored.fingerprint,
-            "size": scored.size,
-            "warnings": list(scored.warnings),
-            "seconds": scored.seconds,
-            "pretrained": scored.pretrained,
-            "geometry": dict(scored.geometry),
-            "protocols": {protocol: report.to_json() for protocol, report in scored.reports.items()},
-        }
+        {name: getattr(scored, name) for name in names}
+        | {"protocols": {protocol: report.to_json() for protocol, report in scored.reports.items()}}
         for scored in evaluated
     ]
     models = [model.model_dump(mode="json") for model in published]

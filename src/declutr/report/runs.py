@@ -122,11 +122,6 @@ class RunRecord:
         values = np.array(points, np.float64).reshape(-1, 2)
         return values[:, 0], values[:, 1]
 
-    @property
-    def last_step(self) -> int:
-        """The newest step in the metrics; 0 before the first."""
-        return max((line["step"] for line in self.of_kind("step")), default=0)
-
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """The runs in some folders.
@@ -250,7 +245,8 @@ def _glance(run: RunRecord, order: RunOrder | None) -> dict[str, object]:
     else:
         newest = max((line["time"] for line in run.lines), default=0.0)
         written = _moment(newest) or "never"
-        state = f"Not ended: step {run.last_step:,}{of} is the newest in the metrics, written {written}."
+        step = max((line["step"] for line in run.of_kind("step")), default=0)
+        state = f"Not ended: step {step:,}{of} is the newest in the metrics, written {written}."
     verdict = "no verdict before the run ends" if run.summary is None else run.summary.verdict.sentence
     kinds = Counter(event.kind for event in run.events)
     skipped = Counter(name for line in run.lines for name in line if _is_skip(name) and line[name])

@@ -20,7 +20,7 @@ from declutr.common.errors import ShardError
 from declutr.pipeline.shards.content import LABELS, MEDIA_KINDS
 from declutr.pipeline.shards.ledger import ledger_batches
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.shards import ShardSet, ragged
 
 EXAMPLES_A_REASON = 3
 _MATCH = re.compile(r"(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)", re.DOTALL)
@@ -221,7 +221,7 @@ def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
     for shards in (ShardSet(folder, split) for split in SPLITS):
         for first in range(0, shards.num_documents, _ROWS):
             rows = shards.take(np.arange(first, min(first + _ROWS, shards.num_documents)))
-            (starts, offsets), (labels, _) = _flat(rows, "starts"), _flat(rows, "labels")
+            (starts, offsets), (labels, _) = ragged(rows.column("starts")), ragged(rows.column("labels"))
             ends = np.append(starts[1:], 0)
             ends[offsets[1:] - 1] = rows.column("num_tokens").to_numpy()
             for label in np.unique(labels).tolist():
@@ -229,10 +229,3 @@ def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
                 survey.lengths[role].add((ends - starts)[labels == label])
             survey.hypotheses.add(np.diff(offsets) - 1)
     return survey
-
-
-def _flat(rows: pa.Table, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Values and offsets of a list column of one chunk."""
-    column = rows.column(name).chunk(0)
-    offsets = column.offsets.to_numpy().astype(np.int64)
-    return column.flatten().to_numpy(), offsets - offsets[0]

@@ -24,7 +24,7 @@ from declutr.common.storage import hash_json, write_json, write_text
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.senteval.data import inspect
 from declutr.evaluation.senteval.harness import Evaluated, ScoringChoice, evaluate
-from declutr.evaluation.senteval.scores import Protocol
+from declutr.evaluation.senteval.scores import Protocol, dev_headline
 from declutr.evaluation.senteval.tasks import STS, TRANSFER, find
 from declutr.reproduction.item import Column
 from declutr.reproduction.plan import ItemPlan, PlannedRun
@@ -132,7 +132,7 @@ def number_of(task: str, column: Column, evaluated: Evaluated) -> tuple[float, S
         name = f"spearman.{column.number.replace('all_dev', 'all').replace('dev', 'mean')}"
         return 100 * result.scores[name], result.items.get(name, ())
     if column.number in ("dev", "all_dev"):
-        return result.dev_headline, ()
+        return dev_headline(task, result.scores), ()
     shown = {"spearman", "acc"} & result.items.keys() if "f1" not in result.scores else ()
     return result.headline, next((result.items[name] for name in shown), ())
 

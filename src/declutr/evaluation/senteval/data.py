@@ -100,11 +100,9 @@ def _numbers(task: SentEvalTask, rows: SplitRows, classes: tuple[str, ...], spli
 
 def git_sha1(path: Path) -> str:
     """Git's SHA-1 of a file's content, as `git ls-tree` shows it, for comparison with published repositories."""
-    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    head = f"blob {path.stat().st_size}\0".encode()
     with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.sha1(head, usedforsecurity=False)).hexdigest()
 
 
 UNCHECKED = "--allow-unchecked scores your own data; such scores are marked as not comparable with published ones"

@@ -121,7 +121,7 @@ def averages(
             value = sum(float(f"{headline(task, results[task], 'simcse'):.2f}") for task in tasks) / len(tasks)
         elif not missing:
             value = sum(headline(task, results[task]) for task in tasks) / len(tasks)
-            with_dev = [task for task in tasks if find(task).has_dev]
+            with_dev = [task for task in tasks if find(task).procedure != "similarity"]
             if all({"devacc", "devpearson", "devspearman"} & set(results[task]) for task in with_dev):
                 # DeCLUTR's averages of dev scores take the test number of a task without dev data
                 numbers = [(dev_headline if task in with_dev else headline)(task, results[task]) for task in tasks]
@@ -167,15 +167,6 @@ class TaskResult:
     def headline(self) -> float:
         """Number shown in a table, in percent."""
         return headline(self.task, self.scores, self.protocol)
-
-    @property
-    def dev_headline(self) -> float:
-        """The same number on dev data.
-
-        Raises:
-            DataError: the task has none.
-        """
-        return dev_headline(self.task, self.scores)
 
     @property
     def comparable(self) -> bool:

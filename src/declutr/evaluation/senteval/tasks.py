@@ -55,11 +55,6 @@ class SentEvalTask:
         """The files, relative to the data folder, in reading order."""
         return tuple(f"{self.folder}/{name}" for names in self.files.values() for name in names)
 
-    @property
-    def has_dev(self) -> bool:
-        """True if scores on dev data exist, by split or by cross-validation; if not, all its data are test."""
-        return self.procedure != "similarity"
-
 
 _SPLITS, _FITTED, _SCORED = ("train", "dev", "test"), ("train", "test"), ("dev", "test")
 _POLAR = ("negative", "positive")
