@@ -21,7 +21,7 @@ class Head:
     """The first bytes of a file.
 
     Attributes:
-        data: the bytes, uncompressed.
+        data: the bytes as they are; `format` is for those that are neither compressed nor an archive.
         name: name of the file.
         suffix: its ending without that of a compression.
     """

@@ -37,6 +37,8 @@ def test_judge_says_how_many_documents_a_point_needs():
     low, high = verdict.comparison.interval
     assert verdict.rows_needed == round(400 * ((high - low) / 0.02) ** 2)
     says(verdict.sentence("documents"), f"{verdict.rows_needed:,} test documents")
+    near = judge({DISTANT: base}, {DISTANT: base + rng.normal(0, 0.01, 400)}, DISTANT, 0)
+    assert near.rows_needed == 100  # an interval needs as many, however little the rows differ
 
 
 @pytest.mark.parametrize(("shift", "told"), [(0.1, "better"), (-0.1, "worse")])
