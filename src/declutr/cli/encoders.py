@@ -4,17 +4,12 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from declutr.cli import FORMATS, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
-from declutr.common.console.terminal import refused, shorten
+from declutr.common.console.terminal import shorten
 from declutr.common.paths import path_argument
-
-if TYPE_CHECKING:
-    from declutr.embedding.build import WeightChoice
-    from declutr.embedding.index import SearchIndex
 
 _SHOWN_CHARACTERS = 200
 
@@ -41,6 +36,9 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an input, with special ones (encoder's limit)")
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
+    parser.add_argument("--passages", action="store_true", help="a row for each passage that fits the encoder, with its"
+                        " place: reads long texts whole (.parquet)")  # fmt: skip
+    parser.add_argument("--headings", action="store_true", help="put the headings above a passage before it")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
@@ -52,7 +50,11 @@ def run_embed(arguments: list[str]) -> int:
     note = embed(**options)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
-    print(f"{options['output']}: {note.rows:,} embeddings of {note.size} numbers ({options['dtype']})")
+    rows = f"{note.rows:,} {'passages' if note.config.passages else 'embeddings'}"
+    print(f"{options['output']}: {rows} of {note.size} numbers ({options['dtype']})")
+    if note.tokens:
+        print(f"tokens read: {note.tokens_read:,} of {note.tokens:,} ({100 * note.tokens_read / note.tokens:.1f}%), "
+              f"texts cut: {note.texts_cut:,}")  # fmt: skip
     return 0
 
 
@@ -72,66 +74,30 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)
-    if not options.embeddings.is_file():
-        return refused(f"{options.embeddings}: no such file; name a file that `declutr embed` has written")
-    for name in ("lexical", "weight", "pairs"):
-        if getattr(options, name) is not None and not options.hybrid:
-            return refused(f"--{name}: is for hybrid indexes; add --hybrid")
-    if options.pairs and options.weight is not None:
-        return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
+    from declutr.embedding.build import index, sentences
     from declutr.embedding.index import VECTORS
-    from declutr.evaluation.retrieval.lexicon import NAMES, LexicalKind
+    from declutr.evaluation.retrieval.lexicon import NAMES
 
-    choices: list[WeightChoice] = []
-    weight = DEFAULT_WEIGHT if options.weight is None else options.weight
-    lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
-    facts = build_index(
-        options.embeddings,
-        options.output,
-        options.source_field,
-        options.dtype,
-        lexical,
-        _chooser(options, choices) if options.pairs else weight,
-        options.open_addresses,
-        options.parquet,
-    )
+    facts, choice = index(**vars(options))
     num_bytes = (options.output / VECTORS).stat().st_size
     vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
     if facts.dtype == "int8":
         vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
-    lines = [f"{options.output}: {facts.rows:,} texts", vectors]
+    lines = [f"{options.output}: {facts.rows:,} {'passages' if facts.passages else 'texts'}", vectors]
+    if sentence := facts.sentence():
+        lines.append(sentence + ("" if facts.passages else "; `declutr embed --passages` reads them whole"))
     if facts.hybrid:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
     if options.parquet:
         import pyarrow.parquet as pq
 
-        from declutr.embedding.build import SHARE
+        from declutr.embedding.map import SHARE
 
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
         command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
         lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {command}")
-    print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
+    print(*lines, *(sentences(choice) if choice else ()), sep="\n")
     return 0
-
-
-def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
-    """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
-    from declutr.embedding.build import choose_weight
-    from declutr.embedding.units import read_note
-    from declutr.evaluation.retrieval.pairs import read_pairs
-
-    read_pairs(options.pairs)  # its problems need not wait for the encoder
-    note = read_note(options.embeddings)
-    from declutr.encoders.loading import encoder_of_index  # loads torch
-
-    encoder = encoder_of_index(note.config.choice, options.model, trust_remote_code=options.trust_remote_code)
-
-    def choose(index: "SearchIndex") -> "WeightChoice":
-        choices.append(choose_weight(index, encoder, options.pairs))
-        return choices[0]
-
-    return choose
 
 
 def _weight(text: str) -> float:
@@ -157,21 +123,22 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
-    from declutr.embedding.index import SearchIndex
-    from declutr.encoders.loading import encoder_of_index
+    from declutr.embedding.search import Searcher
 
-    index = SearchIndex(options.index)
-    if options.weight is not None:
-        index.weigh(options.weight)
-    encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
-    answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
+    searcher = Searcher(options.index, model=options.model, weight=options.weight,
+                        trust_remote_code=options.trust_remote_code)  # fmt: skip
+    answers = [(query, searcher.search(query, options.top)) for query in options.query]
     for query, hits in answers:
         if len(answers) > 1:
             print(f"# {query}")
         for hit in hits:
             text = " ".join(hit.text.split())
-            parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
-            print(f"{hit.score:6.3f}{parts}  {hit.id or hit.record}  {shorten(text, _SHOWN_CHARACTERS)}")
+            parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {searcher.weight:g} x {hit.lexical:.3f}"
+            place = hit.id or str(hit.record)
+            if hit.line is not None:
+                place = f"{hit.id or hit.source} line {hit.line}"
+                text = f"{hit.heading}: {text}" if hit.heading else text
+            print(f"{hit.score:6.3f}{parts}  {place}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0
 
 
