@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from declutr.adaptation.job import adapt as adapt
+    from declutr.cli.encoders import export as export
+    from declutr.cli.evaluate import evaluate as evaluate
     from declutr.embedding.build import index as index
     from declutr.embedding.job import embed as embed
     from declutr.embedding.search import Searcher as Searcher
@@ -23,6 +25,8 @@ _PLACES = {
     "adapt": "declutr.adaptation.job:adapt",
     "load": "declutr.encoders.loading:load_encoder",
     "embed": "declutr.embedding.job:embed",
+    "evaluate": "declutr.cli.evaluate:evaluate",
+    "export": "declutr.cli.encoders:export",
     "index": "declutr.embedding.build:index",
     "search": "declutr.embedding.search:search",
     "Searcher": "declutr.embedding.search:Searcher",

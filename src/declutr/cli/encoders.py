@@ -4,12 +4,13 @@ import argparse
 import math
 import shlex
 import sys
+from os import PathLike
 from typing import Any
 
 from declutr.cli import FORMATS, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import shorten
-from declutr.common.paths import path_argument
+from declutr.common.paths import expand, listed, path_argument
 
 _SHOWN_CHARACTERS = 200
 
@@ -178,6 +179,38 @@ def run_adapt(arguments: list[str]) -> int:
     return 0
 
 
+def export(model: str | PathLike[str], output: str | PathLike[str], **settings: Any) -> dict[str, Any]:
+    """Write a smaller or faster form of an encoder to a new folder, and measure it.
+
+    Args:
+        model: encoder, as `load` takes it.
+        output: folder to create.
+        settings: the others of `ExportConfig`: to (onnx, onnx-int8, static), corpus, text_field, stsb, pairs,
+            max_tokens, vocabulary_size, dimensions, trust_remote_code.
+
+    Returns:
+        The measurement, as in `measurement.json`: bytes, speedup, cosine, scores before and after.
+
+    Raises:
+        ConfigError: with every problem of the settings.
+        UsageError: every problem of the data.
+        EncoderError: the encoder cannot be loaded or exported.
+    """
+    from declutr.common.config import validated
+    from declutr.evaluation.export.inputs import ExportConfig, read_inputs
+
+    places = {name: expand(str(settings[name])) for name in ("stsb", "pairs") if settings.get(name) is not None}
+    values = {"model": str(model), "output": expand(str(output)), **settings, **places}
+    if settings.get("corpus") is not None:
+        values["corpus"] = listed(settings["corpus"])
+    config = validated("export", ExportConfig, values)
+    inputs = read_inputs(config)
+    from declutr.evaluation.export.job import export_encoder  # loads torch
+    from declutr.reproduction import provenance
+
+    return export_encoder(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
+
+
 def run_export(arguments: list[str]) -> int:
     """Export an encoder and measure the export; return the exit status."""
     parser = Parser("export", "Write a smaller or faster form of an encoder, and measure it.")
@@ -194,15 +227,7 @@ def run_export(arguments: list[str]) -> int:
     parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
     parser.shared("--text-field", "--trust-remote-code")
     options = _options(parser, arguments)
-    from declutr.common.config import validated
-    from declutr.evaluation.export.inputs import ExportConfig, read_inputs
-
-    config = validated("export", ExportConfig, options)
-    inputs = read_inputs(config)
-    from declutr.evaluation.export.job import export
-    from declutr.reproduction import provenance
-
-    figures = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
+    figures = export(**options)
     parts = [f"{figures['bytes']:,} bytes", f"{figures['texts_per_second']['export']:,} texts a second"]
     parts.append(f"{figures['speedup']:.2f} times as fast as {figures['compared_with']} in float32")
     if figures["cosine"] is not None:
@@ -215,7 +240,7 @@ def run_export(arguments: list[str]) -> int:
         parts.append(f"STS-B {figures['stsb_before']:.2f} before, {figures['stsb_after']:.2f} after")
     for name, scores in list(figures.get("pairs", {}).items())[:1]:
         parts.append(f"{name} {100 * scores['before']:.1f} before, {100 * scores['after']:.1f} after")
-    print(f"{config.output}: {', '.join(parts)}")
+    print(f"{options['output']}: {', '.join(parts)}")
     corpus = figures.get("corpus", {"skipped": {}, "cut": False})
     for reason, number in corpus["skipped"].items():
         print(f"skipped: {number:,} {reason}")

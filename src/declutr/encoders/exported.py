@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.encoders.protocol import MOST_PROMPT, Window, check_vocabulary, texts_of
-from declutr.encoders.transformer import token_counts
+from declutr.encoders.protocol import MOST_PROMPT, Window, check_vocabulary, texts_of, token_counts
 from declutr.trainer.model.behind import ModuleFiles
 from declutr.trainer.model.behind import kind_of as module_kind
 

@@ -16,7 +16,7 @@ from declutr.common.paths import expand
 from declutr.common.storage import hash_json, read_json
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 Precision = Literal["fp32", "bf16"]
 
@@ -65,6 +65,14 @@ def encode_counted(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[NDAr
         embeddings, tokens = counted(texts)
         return embeddings[:, : encoder.size], tokens
     return encoder.encode(texts), np.zeros((len(texts), 2), np.int64)
+
+
+def token_counts(rows: Sequence["Encoding"], engine: "Tokenizer") -> list[tuple[int, int]]:
+    """Tokens of each text before and after its cut by a tokenizer, without special ones."""
+    special = engine.num_special_tokens_to_add(is_pair=False)
+    read = [max(0, len(row) - special) for row in rows]
+    rests = [sum(len(rest) - special for rest in row.overflowing) for row in rows]
+    return [(tokens + rest, tokens) for tokens, rest in zip(read, rests, strict=True)]
 
 
 _SHOWN_CHARACTERS = 40

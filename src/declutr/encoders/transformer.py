@@ -16,7 +16,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.encoders.protocol import LongTexts, Precision, Window, texts_of
+from declutr.encoders.protocol import LongTexts, Precision, Window, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
@@ -204,14 +204,6 @@ class TransformerEncoder:
             parts = [embed(piece) for piece in pieces]  # copied once at the end, so that the device never waits
         embeddings[order] = torch.cat(parts).cpu().numpy()
         return embeddings
-
-
-def token_counts(rows: Sequence[Encoding], engine: Tokenizer) -> list[tuple[int, int]]:
-    """Tokens of each text before and after its cut by a tokenizer, without special ones."""
-    special = engine.num_special_tokens_to_add(is_pair=False)
-    read = [max(0, len(row) - special) for row in rows]
-    rests = [sum(len(rest) - special for rest in row.overflowing) for row in rows]
-    return [(tokens + rest, tokens) for tokens, rest in zip(read, rests, strict=True)]
 
 
 def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
