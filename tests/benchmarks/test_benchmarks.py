@@ -194,7 +194,7 @@ def documents(tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("session", "documents")
 def test_both_sides_of_prepare_keep_the_same_documents(tmp_path):
     pytest.importorskip("datasets")

@@ -59,6 +59,7 @@ def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
     says(problem, f"data = {other}", "other shards")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("session")
 def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_workers(data, finished, copied, log):
     flip_a_bit(newest(copied) / "optimizer.safetensors")

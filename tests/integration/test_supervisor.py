@@ -84,6 +84,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
     assert not (copied / "lock.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_path):
     config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
     driver, _ = runs.start_command("declutr.trainer.train", config, tmp_path / "run")
@@ -98,7 +99,7 @@ def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_
     assert not (tmp_path / "run" / "lock.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("session")
 def test_a_loss_that_is_not_finite_ends_the_run_at_once(data, tmp_path, capsys):
     changes = {"optim": {"lr": 1e12}, "scaling": {"max_failures": 5}, "checkpoint": {"every_steps": 1}}

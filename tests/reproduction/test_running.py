@@ -110,7 +110,7 @@ def test_second_call_repeats_nothing_nor_does_a_part_or_another_column_train(ite
     assert "mlm-100--0/run: has a run, and no" in refusal(capsys, *arguments(item, work))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     work, words = tmp_path / "work", ("--seeds", "0")
     kill_at(work / "terms-tiny/both-50--0/run/checkpoints/step-00000002/state.json", *arguments(item, work, *words))

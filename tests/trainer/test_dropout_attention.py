@@ -66,7 +66,7 @@ def explicit(query, key, value, bounds, window, drop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 7, 65])
+@pytest.mark.parametrize("window", [None, 7, pytest.param(65, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("mixed_rates", [False, True])
 @pytest.mark.parametrize(("heads", "head_size"), [(3, 8), (1, 24)])
 def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mixed_rates, window):
