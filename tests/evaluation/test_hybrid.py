@@ -14,7 +14,8 @@ from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
 from declutr.embedding.build import build_index
-from declutr.embedding.index import POSTINGS, WORDS, SearchIndex, StoredWords, write_words
+from declutr.embedding.index import SearchIndex
+from declutr.embedding.postings import POSTINGS, WORDS, StoredWords, write_words
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 

@@ -163,7 +163,8 @@ def run_adapt(arguments: list[str]) -> int:
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
     setup_logging("adapt")
-    from declutr.adaptation.job import REPORT, adapt
+    from declutr.adaptation.checks import REPORT
+    from declutr.adaptation.job import adapt
 
     result = adapt(**options)
     for row in result.rows:

@@ -256,9 +256,12 @@ def _places(embeddings: Path) -> Iterator[dict[str, Any]]:
     """Record, place and headings of each passage of a file of embeddings."""
     try:
         with pq.ParquetFile(embeddings) as file:
-            for batch in file.iter_batches(CHUNK_ROWS, columns=["row", *(name for name, _ in PLACES)]):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, ValueError) as error:
+            kinds = dict([("row", pa.int64()), *PLACES])
+            if any(name not in file.schema_arrow.names for name in kinds):
+                raise UsageError(f"{embeddings}: lacks the places of its passages; embed again")
+            for batch in file.iter_batches(CHUNK_ROWS, columns=list(kinds)):
+                yield from batch.cast(pa.schema(kinds)).to_pylist()
+    except pa.ArrowException as error:
         raise UsageError(f"{embeddings}: cannot read the places of its passages ({error}); embed again") from error
 
 

@@ -48,12 +48,18 @@ def read_note(output: Path) -> Note:
     """
     path = note_path(output)
     if not output.is_file():
-        raise UsageError(f"{output}: no such file; name a file that `declutr embed` has written")
+        what = "is a folder" if output.is_dir() else "no such file"
+        raise UsageError(
+            f"{output}: {what}; name a file of embeddings: declutr embed MODEL INPUT --output FILE.parquet"
+        )
     try:
         note = Note.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
-        raise UsageError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
+        raise UsageError(
+            f"{output}: has no note {path.name} of `declutr embed` next to it ({why}); if it holds texts, embed them "
+            f"first: declutr embed MODEL {output} --output FILE.parquet"
+        ) from error
     if output.stat().st_size != note.num_bytes:
         raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")
     return note

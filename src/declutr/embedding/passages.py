@@ -26,6 +26,7 @@ _PARAGRAPHS = re.compile(r"\n[ \t\r]*\n\s*")
 _LINES = re.compile(r"\n\s*")
 _SENTENCES = re.compile(r"[.!?…؟।][\"'”’»)\]]*\s+|[。！？][」』）]*")
 _PATTERNS = (_LINE, _LINES), (_SENTENCE, _SENTENCES), (_PARAGRAPH, _PARAGRAPHS)
+_SPACE = re.compile(r"\s*")
 _MARGIN = 2  # tokens: a passage may have more alone than within its text, as of a first word without its space
 _BLOCK_CHARACTERS = 1_000_000  # whose tokens fit in memory
 
@@ -91,23 +92,21 @@ class Cutter:
         breaks = _breaks(block, places, [place - offset for place in starts])
         first = 0
         while first < len(places):
-            begin = int(places[first, 0]) if first else 0
+            begin = _skip_space(block, int(places[first, 0]) if first else 0)
             heading, used = self._heading(above, offset + begin)
-            end = _end(breaks, first, self._limit - used)
-            stop = int(places[end, 0]) if end < len(places) else len(block)
-            part = block[begin:stop]
-            begin += len(part) - len(part.lstrip())
-            if part.strip():
-                yield offset + begin, offset + begin + len(part.strip()), heading
-            first = end
+            first = _end(breaks, first, self._limit - used)
+            part = block[begin : places[first, 0] if first < len(places) else len(block)].rstrip()
+            if part:
+                yield offset + begin, offset + begin + len(part), heading
 
     def _heading(self, above: list[tuple[int, int, str]], place: int) -> tuple[str, int]:
         """Headings above a character, without the outermost ones that do not fit, and their number of tokens."""
         path: list[tuple[int, str]] = []
         for start, level, title in above:
-            if start >= place:
+            if start > place:
                 break
-            path = [*((depth, name) for depth, name in path if depth < level), (level, title)]
+            path = [(depth, name) for depth, name in path if depth < level]
+            path += [(level, title)] if start < place else []  # its own heading is in the passage
         for number in range(len(path)):
             heading = " > ".join(name for _, name in path[number:])
             used = len(self._window.engine.encode(heading, add_special_tokens=False)) + 1
@@ -141,6 +140,12 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
         yield start, end
         start = end
     yield start, len(text)
+
+
+def _skip_space(block: str, place: int) -> int:
+    """First character at or behind a place that is no white space."""
+    match = _SPACE.match(block, place)
+    return match.end() if match else place
 
 
 def _breaks(block: str, places: NDArray[np.int64], headings: list[int]) -> NDArray[np.int8]:

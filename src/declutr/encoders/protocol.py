@@ -148,6 +148,10 @@ def no_encoder(folder: Path) -> str | None:
         return f"{folder} is one module of an encoder; name the folder above it: {above}"
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
+    if (folder / "state.json").is_file() and (folder / "candidates").is_dir():
+        if (folder / "encoder").is_dir():
+            return f"{folder} is an adaptation; name its encoder: {folder / 'encoder'}"
+        return f"{folder} is an adaptation without a better encoder; name the encoder that it started from"
     shards = "holds prepared shards, not an encoder" if (folder / "manifest.json").is_file() else "is no encoder"
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 

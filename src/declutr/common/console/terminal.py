@@ -12,9 +12,9 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec, TextIO, cast
+from typing import Any, Literal, NoReturn, ParamSpec, TextIO, cast
 
-from declutr.common.errors import DeclutrError, RunStoppedError
+from declutr.common.errors import DeclutrError, RunStoppedError, suggest
 
 _SWITCHES = {
     "prepare": {
@@ -26,13 +26,27 @@ _SWITCHES = {
 _SUMMARIES = {"prepare": "From a corpus to Arrow shards.", "train": "From shards to a sentence encoder."}
 
 
-def config_parser(section: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser that names the option, or the setting, that an unknown option is nearest to."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with a message."""
+        words = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
+        if options := [word.partition("=")[0] for word in words if word.startswith("-")]:
+            near = suggest(options[0], list(self._option_string_actions))
+            if not near and any(action.metavar == "key=value" for action in self._actions):
+                near = f"; a setting is written without dashes: {options[0].lstrip('-').replace('-', '_')}=VALUE"
+            message += near
+        super().error(message)
+
+
+def config_parser(section: str) -> Parser:
     """A parser for `CONFIG [key=value ...] [--print-config]`; call `parse_intermixed_args` on it.
 
     Args:
         section: `prepare` or `train`, the name of the command and of its section in the config file.
     """
-    parser = argparse.ArgumentParser(prog=f"declutr {section}", description=_SUMMARIES[section])
+    parser = Parser(prog=f"declutr {section}", description=_SUMMARIES[section])
     parser.add_argument("config", help=f"YAML file with a `{section}` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
