@@ -203,7 +203,7 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not folder.exists():
-        raise ShardError(f"{folder}: no such folder; `prepare` makes it")
+        raise ShardError(f"{folder}: no such folder; run `prepare` with this output")
     if not path.is_file():
         for place, what in _OTHERS.items():
             if (folder / place).exists():
