@@ -321,7 +321,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("40 tokens", "64")),
-        (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("CORPUS", "none of 30 documents", "256 tokens", "join")),
+        (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("CORPUS", "none of 30 documents", "128 tokens", "join")),
         (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "matches no file")),
         (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),
         (encoder, "docs", {}, ("--output", "holds long.jsonl", "new folder")),

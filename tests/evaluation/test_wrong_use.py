@@ -109,7 +109,7 @@ OTHERS = [
     (["report", "run"], "run is a run (its config.yaml names its shards), not the output of `prepare`"),
     (["report", "point"], "point is a checkpoint, not"),
     (["train", "good.yaml", "data=run"], "run is a run"),
-    (["index", "nowhere.npy", "--output", "out"], "nowhere.npy: no such file; name a file of embeddings: declutr embed"),
+    (["index", "nowhere.npy", "--output", "out"], "nowhere.npy: no such file; name a file of embeddings: declutr"),
     (["index", "file.txt", "--output", "out"], "has no note file.txt.json"),
     (["embed", "./exprt", "file.txt", "--output", "x.npy"], "no such folder; did you mean `export`?"),
     (["embed", "docs", "file.txt", "--output", "x.npy"], "docs is no encoder: it has neither config.json nor modules"),

@@ -1,6 +1,7 @@
 """`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
 
 import argparse
+import glob
 import math
 import shlex
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 from declutr.cli import FORMATS, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
-from declutr.common.console.terminal import shorten
+from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import expand, listed, path_argument
 
 _SHOWN_CHARACTERS = 200
@@ -75,6 +76,9 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)
+    from declutr.embedding.note import read_note
+
+    read_note(options.embeddings)  # its problems need not wait for torch
     from declutr.embedding.build import index, sentences
     from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES
@@ -162,6 +166,12 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
+    from declutr.encoders.protocol import missing
+
+    near = [path for path in options["corpus"] if "://" not in path and not glob.has_magic(path)]
+    lacks = [f"CORPUS: {path}: no such file or folder" for path in near if not expand(path).exists()]
+    if problems := [*filter(None, [missing(options["encoder"])]), *lacks]:
+        return refused("\n".join(problems))  # before torch and Ray are loaded
     setup_logging("adapt")
     from declutr.adaptation.checks import REPORT
     from declutr.adaptation.job import adapt

@@ -27,16 +27,24 @@ _SUMMARIES = {"prepare": "From a corpus to Arrow shards.", "train": "From shards
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the option, or the setting, that an unknown option is nearest to."""
+    """A parser that names the option that an unknown one is nearest to."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as its base does."""
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with a message."""
-        words = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
-        if options := [word.partition("=")[0] for word in words if word.startswith("-")]:
-            near = suggest(options[0], list(self._option_string_actions))
-            if not near and any(action.metavar == "key=value" for action in self._actions):
-                near = f"; a setting is written without dashes: {options[0].lstrip('-').replace('-', '_')}=VALUE"
-            message += near
+        options = [option for option in self._option_string_actions if option not in ("-h", "--help")]
+        words = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
+        for word in words:
+            if not any(option.startswith(word) for option in (*options, "--help")):
+                message += suggest(word, options).replace("; did", f"; {word} is unknown, did")
+                if any(action.metavar == "key=value" for action in self._actions):
+                    message += f"; a setting has no dashes: {word.lstrip('-').replace('-', '_')}=VALUE"
         super().error(message)
 
 
