@@ -99,7 +99,7 @@ OTHERS = [
     (["why", "empty.yaml", "--step", "1"], "found nothing"),
     (["why", "good.yaml"], "give --step, --document or both"),
     (["why", "good.yaml", "--step", "1", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
-    (["report", "docs", "nowhere"], "nowhere: is no run"),
+    (["report", "docs", "nowhere"], "nowhere: no such folder"),
     (["verify-gradients", "good.yaml", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
     (["verify-gradients", "good.yaml", "--documents", "0"], "at least 1"),
     (["evaluate", "--mteb", "STSBenchmark"], "--mteb takes one ENCODER or more"),

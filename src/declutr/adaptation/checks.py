@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,12 @@ from declutr.common.paths import expand, folder_problem
 from declutr.encoders.protocol import missing, no_encoder
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.prepare import problems as preparation_problems
-from declutr.pipeline.readers.corpus import Document
-from declutr.pipeline.shards.windows import shortest_document
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.shards.ledger import Counts
+from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
@@ -32,7 +35,7 @@ _MOST_READ = 1000
 _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"^prepare: ": "",
     r"set corpus\.format=": "add --format ",
-    r"set corpus\.text_field to the key or column of the text, or to several, as in corpus\.text_field=\S+": (
+    r"set corpus\.text_field to the key or column of the text, or to several, as in corpus\.text_field=\[.*?\]": (
         "--text-field names the key or column of the text, once for each of several"
     ),
     r"corpus\.paths(?: = )?": "CORPUS ",
@@ -75,22 +78,25 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
     """Looks for a long document in a small corpus, because a preparation takes a minute to say that there is none.
 
     Raises:
-        UsageError: all documents are too short.
+        ConfigError: all documents are too short, or none can be read.
     """
-    least, longest, read = shortest_document(config.geometry, config.short_documents), 0, 0
+    least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
     units, _ = plan_units(config.corpus, config.unit_mib)
-    for record in (record for unit in units for record in read_unit(unit, config.corpus)):
-        if isinstance(record, Document):
-            read += 1
+    records = (record for unit in units for record in read_unit(unit, config.corpus))
+    read, sources = 0, dict[str, None]()
+    for read, record in enumerate(records, 1):
+        sources[record.source] = None
+        if isinstance(record, ReadFailure):
+            failed.append(record)
+        else:
             longest = max(longest, len(tokenizer(record.text, add_special_tokens=False)["input_ids"]))
-            if longest >= least or read > _MOST_READ:
-                return
-    if read:
-        raise UsageError(
-            f"CORPUS: none of {read:,} documents has the {least} tokens that an adaptation needs, the longest has "
-            f"{longest:,}; use longer documents, or join short ones. If each line of a .txt was read as a document: "
-            "--format auto_text_file"
-        )
+        if longest >= least or read > _MOST_READ:
+            return
+    reasons, short = dict(Counter(failure.reason for failure in failed)), {TOO_SHORT: read - len(failed)}
+    dropped = short if read > len(failed) else {}
+    counts = Counts(read=read, kept=0, dropped=dropped, failed=reasons, text_bytes=0, longest_tokens=longest)
+    problems = nothing_kept(counts, config, failed), lines_hint(read, dropped, config.model_dump(mode="json"), sources)
+    raise ConfigError("adapt", [as_options(problem) for problem in problems if problem])
 
 
 def _encoder_problems(config: AdaptConfig) -> Iterator[str]:
