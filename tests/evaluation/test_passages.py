@@ -1,7 +1,13 @@
 """Long texts read whole: passages that fit the encoder, their places and headings, and a search by document."""
 
 import json
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,6 +16,8 @@ from folders import encoder_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
+from processes import environment
+from waiting import until
 
 import declutr
 from declutr.cli.main import main
@@ -234,3 +242,32 @@ def test_tokens_are_counted_without_special_ones(model):
     whole = load_encoder(model, long_texts="windows").encode_counted(["word " * 50])[1]
     assert whole.tolist() == [[52, 52]]
     assert encoder.encode_counted([])[1].shape == (0, 2)
+
+
+def answers_at(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_service_of_the_guide_answers_a_request_and_again_after_a_restart(tmp_path, model):
+    declutr.index(made(tmp_path, model, "--passages"), tmp_path / "index", hybrid=True)
+    page = (Path(declutr.__file__).parents[2] / "docs" / "guides" / "search.md").read_text()
+    (tmp_path / "service.py").write_text(page.split("```python\n")[1].split("```")[0])
+    answers = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "flask", "--app", "service", "run", "--port", str(port)]
+        with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL) as service:
+            try:
+                address = f"http://127.0.0.1:{port}/search?q="
+                until(lambda port=port: answers_at(port), "the service")
+                answers.append(json.load(urllib.request.urlopen(f"{address}zeppelin&top=1")))
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(address)
+                says(json.load(refused.value)["error"], "query is empty")
+            finally:
+                service.terminate()
+    assert answers[0] == answers[1]
+    assert [(hit["source"], hit["line"]) for hit in answers[0]] == [("boats.md", 121)]
