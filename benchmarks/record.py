@@ -102,11 +102,6 @@ def peak(device: torch.device) -> float:
     return _status("VmHWM") if _STATUS.exists() else _largest()
 
 
-def resident() -> float:
-    """MiB in use now, mapped files included (Linux)."""
-    return _status("VmRSS")
-
-
 def _status(name: str) -> float:
     (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024

@@ -1,6 +1,6 @@
 """SentEval's classifiers as in the released code: one fit after the other, each a module with its optimizer.
 
-Written from the procedure, as the reference of tests and as the other side of `benchmarks.senteval` in them. Its
+Written from the procedure, as the reference of tests. Its
 generators are objects instead of global ones, with the same numbers. It repeats a fit (`split`) wherever the released
 code does.
 """
@@ -200,7 +200,7 @@ def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed
 
 
 class Plain:
-    """The procedure on given embeddings, as the other side of `benchmarks.senteval`."""
+    """The procedure on given embeddings."""
 
     name = "plain"
 
