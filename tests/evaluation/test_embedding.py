@@ -21,7 +21,7 @@ from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
-from declutr.embedding.build import build_index
+from declutr.embedding.build import index as build_index
 from declutr.embedding.job import UnitEmbedder
 from declutr.embedding.note import read_note
 from declutr.embedding.units import EmbedConfig, plan

@@ -5,7 +5,7 @@ it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -137,82 +137,42 @@ def index(
         raise UsageError(f"--weight {weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
     if weight is not None and not 0 <= weight <= 100:
         raise UsageError(f"--weight {weight:g}: must be a number from 0 to 100")
-    file, choices = expand(str(embeddings)), list[WeightChoice]()
+    file, folder, encoder = expand(str(embeddings)), expand(str(output)), None
     note = read_note(file)
-    choose: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT if weight is None else weight
     if pairs is not None:
-        pairs_file = expand(str(pairs))
-        read_pairs(pairs_file)  # its problems need not wait for the encoder
+        read_pairs(expand(str(pairs)))  # its problems need not wait for the encoder
         from declutr.encoders.loading import encoder_of_index  # loads torch
 
         encoder = encoder_of_index(note.config.choice, model, trust_remote_code=trust_remote_code)
-
-        def choose(index: SearchIndex) -> WeightChoice:
-            choices.append(choose_weight(index, encoder, pairs_file))
-            return choices[0]
-
-    map_file = None if parquet is None else expand(str(parquet))
-    kind: LexicalKind | None = (lexical or "idf") if hybrid else None
-    facts = build_index(file, expand(str(output)), source_field, dtype, kind, choose, open_addresses, map_file)
-    return Built(facts, choices[0] if choices else None)
-
-
-def build_index(
-    embeddings: Path,
-    output: Path,
-    source_field: str | None = None,
-    dtype: VectorType | None = None,
-    lexical: LexicalKind | None = None,
-    weight: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT,
-    open_addresses: bool = False,
-    map_file: Path | None = None,
-) -> IndexFacts:
-    """Build an index from a file of `declutr embed` and the texts of its inputs.
-
-    Args:
-        embeddings: the file.
-        output: folder to create.
-        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
-        dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
-        lexical: scores of words for a hybrid index; None: vectors alone.
-        weight: of the words, or a function that chooses it with the index.
-        open_addresses: read inputs at addresses, which the file's note names.
-        map_file: Parquet file to write for Embedding Atlas, which appears with the index.
-
-    Raises:
-        UsageError: the note is missing, the inputs have changed since, or `map_file` cannot be used.
-        FileExistsError: `output` exists.
-    """
-    note = read_note(embeddings)
-    config = note.config.model_copy(update={"output": embeddings.absolute()})
+    config = note.config.model_copy(update={"output": file.absolute()})
     if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
         # A request would carry the credentials of this user.
         raise UsageError(
-            f"{embeddings}: its note names {far[0]}, which is not opened, because it may come from someone else; if "
-            "you trust it: --open-addresses"
+            f"{file}: its note names {far[0]}, which is not opened, because it may come from someone else; if you "
+            "trust it: --open-addresses"
         )
     units = plan(config)  # texts are read again, and must be those that were embedded
     if note.job != hash_json(identify(config, units, note.fingerprint, note.precision)):
-        raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+        raise UsageError(f"{file}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     dtype = dtype or ("int8" if config.shape.dtype == "int8" else "float32")
+    map_file, choice = None if parquet is None else expand(str(parquet)), None
     if map_file:
-        _check_map_file(map_file, output, config, note.rows)
-    with atomic_folder(output) as aside:
-        places = _places(embeddings) if config.passages else None
+        _check_map_file(map_file, folder, config, note.rows)
+    with atomic_folder(folder) as aside:
+        places = _places(file) if config.passages else None
         if _write_texts(aside / TEXTS, units, config, source_field, places) != note.rows:
-            raise UsageError(
-                f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
-            )
+            raise UsageError(f"{file}: its inputs have another number of texts than it has embeddings; embed again")
         with (aside / VECTORS).open("wb") as stream:
             write_npy_header(stream, (note.rows, note.size), dtype)
-            for chunk in unit_vectors(embeddings, note):
+            for chunk in unit_vectors(file, note):
                 stream.write(shaped(chunk, Shape(dtype=dtype)).tobytes())
-        hybrid = None
-        if lexical:
-            words = write_words(aside, StoredTexts(aside / TEXTS, note.rows, config.passages), lexical)
-            hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
+        lexicon = None
+        if hybrid:
+            kind: LexicalKind = lexical or "idf"
+            words = write_words(aside, StoredTexts(aside / TEXTS, note.rows, config.passages), kind)
+            lexicon = Hybrid(kind=kind, weight=DEFAULT_WEIGHT if weight is None else weight, words=words)
         facts = IndexFacts(
             rows=note.rows,
             choice=config.choice,
@@ -221,20 +181,20 @@ def build_index(
             fingerprint=note.fingerprint,
             files={path.name: hash_file(path) for path in sorted(aside.iterdir())},  # checked before a search opens any
             dtype=dtype,
-            hybrid=hybrid,
+            hybrid=lexicon,
             passages=config.passages,
             headings=config.headings,
             **note.model_dump(include={*Coverage.model_fields}),
         )
-        if hybrid and callable(weight):
-            choice = weight(SearchIndex(aside, facts))
+        if lexicon and encoder and pairs is not None:
+            choice = choose_weight(SearchIndex(aside, facts), encoder, expand(str(pairs)))
             chosen = {"weight": choice.weight, "chosen_on": choice.development}
-            facts = facts.model_copy(update={"hybrid": hybrid.model_copy(update=chosen)})
+            facts = facts.model_copy(update={"hybrid": lexicon.model_copy(update=chosen)})
         write_json(aside / INDEX, facts.model_dump(mode="json"))
         if map_file:
             with atomic_file(map_file) as map_aside:
-                write_map(map_aside, aside / TEXTS, embeddings, note)
-    return facts
+                write_map(map_aside, aside / TEXTS, file, note)
+    return Built(facts, choice)
 
 
 def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int) -> None:
