@@ -1,4 +1,4 @@
-"""What `declutr adapt` checks before any work, and messages of its preparation in the words of its options."""
+"""Checks of `declutr adapt` before any work, and messages of its preparation in the words of its options."""
 
 import logging
 import re
@@ -27,7 +27,7 @@ from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
 _OWN = {"data", "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
-"""What an adaptation writes to its folder, beside its state."""
+"""Names that an adaptation writes to its folder, beside its state."""
 _ANSWERS = 240
 """Different answers of which both halves have 100 in 99% of the draws."""
 _MOST_READ = 1000
@@ -45,7 +45,7 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"(?: and|,) `filters`": "",
     r"output = ": "--output ",
 }
-"""What messages of a preparation say, and what those of this command say instead."""
+"""Patterns in messages of a preparation, and the words of this command for them."""
 
 
 def as_options(message: str) -> str:
@@ -113,7 +113,7 @@ def _encoder_problems(config: AdaptConfig) -> Iterator[str]:
 
 
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
-    """The reasons why the output cannot be where it is: other files are there, or it would be read as documents."""
+    """The reasons why the output cannot be there: the folder has other files, or its files would be documents."""
     if output.is_dir() and not (output / STATE).is_file():
         others = sorted({path.name for path in output.iterdir() if not path.name.startswith(".")} - _OWN)
         if others:

@@ -66,7 +66,8 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         raise ConfigError("evaluate", problems)
     values = {name: action.default for name, action in actions.items()}
     for name, value in settings.items():
-        values[name] = value if value is None or actions[name].type is None else path_argument(str(value))
+        is_path = value is not None and actions[name].type is path_argument
+        values[name] = path_argument(str(value)) if is_path else value
     options = argparse.Namespace(encoders=listed(encoders), **values)
     began = time.time_ns()
     if _evaluate(options):

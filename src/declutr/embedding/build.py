@@ -86,7 +86,7 @@ class WeightChoice:
 
 
 class Built(NamedTuple):
-    """What `index` returns."""
+    """A new index."""
 
     facts: IndexFacts
     choice: WeightChoice | None
@@ -183,7 +183,6 @@ def index(
             dtype=dtype,
             hybrid=lexicon,
             passages=config.passages,
-            headings=config.headings,
             **note.model_dump(include={*Coverage.model_fields}),
         )
         if lexicon and encoder and pairs is not None:

@@ -69,8 +69,7 @@ class IndexFacts(Coverage):
     """Of earlier versions, which measured what int8 finds; not read."""
     hybrid: Hybrid | None = None
     passages: bool = False
-    """Whether a row is a passage of a text."""
-    headings: bool = False
+    """A row is a passage of a text, not a text."""
 
 
 @dataclass(frozen=True)

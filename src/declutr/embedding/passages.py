@@ -45,7 +45,7 @@ class Passage:
     """Headings above it, from the outermost, joined by ` > `; empty if none were asked for or none fit."""
 
     def of(self, text: str) -> str:
-        """What is embedded: the headings, and the part of its text behind them."""
+        """The words to embed: the headings, and behind them the part of its text."""
         part = text[self.start : self.end]
         return f"{self.heading}\n{part}" if self.heading else part
 

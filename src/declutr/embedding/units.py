@@ -140,7 +140,7 @@ _WINDOW_CHARACTERS = 8_000_000  # 8,192 long texts may not fit in memory
 
 
 class Coverage(Strict):
-    """How much of the texts was read, without special tokens; 0 of all for an encoder that reads any length."""
+    """Tokens of the texts and of the parts that were read, without special ones; 0 if the encoder reads any length."""
 
     texts_cut: int = 0
     """Texts, or passages, that were longer than the encoder reads."""
