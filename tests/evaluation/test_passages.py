@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from folders import encoder_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
+from officefiles import docx, paragraph, pdf, shown
 from processes import environment
 from waiting import until
 
@@ -271,3 +273,30 @@ def test_the_service_of_the_guide_answers_a_request_and_again_after_a_restart(tm
                 service.terminate()
     assert answers[0] == answers[1]
     assert [(hit["source"], hit["line"]) for hit in answers[0]] == [("boats.md", 121)]
+
+
+def test_630_documents_of_six_kinds_are_found_from_python(tmp_path, model):
+    (tmp_path / "in").mkdir()
+    for number in range(630):
+        kind = ("md", "html", "txt", "csv", "docx", "pdf")[number % 6]
+        title, body = f"Machine {number}", f"The lever n{number} opens the valve. " + "It is of brass. " * 12
+        lines = wrap(body, 60)
+        data = {
+            "md": f"# {title}\n\n{body}",
+            "html": f"<!doctype html><title>t</title><h1>{title}</h1><p>{body}</p>",
+            "txt": f"{title}\n\n{body}",
+            "csv": f'text\n"{title}. {body}"\n',
+            "docx": docx(paragraph(title, "Titel"), paragraph(body)),
+            "pdf": pdf(shown((20, 750, title), *((9, 700 - 12 * row, line) for row, line in enumerate(lines)))),
+        }[kind]
+        (tmp_path / "in" / f"{number:03d}.{kind}").write_bytes(data if isinstance(data, bytes) else data.encode())
+    settings = {"passages": True, "headings": True, "format": "auto_text_file", "workers": 0}
+    note = declutr.embed(model, tmp_path / "in", tmp_path / "in.parquet", **settings)
+    assert (note.skipped, note.texts_cut) == ({}, 0)
+    built = declutr.index(tmp_path / "in.parquet", tmp_path / "index", hybrid=True, weight=100)
+    assert built.facts.rows == note.rows > 630
+    searcher = declutr.Searcher(tmp_path / "index")
+    assert len({hit.record for hit in searcher.search("brass", top=1000)}) == 630
+    for number in range(0, 630, 35):
+        (hit,) = searcher.search(f"n{number}", top=1)
+        assert hit.source.startswith(f"{number:03d}.")
