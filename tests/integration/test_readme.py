@@ -38,6 +38,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     for name in ("configs", "examples"):
         (folder / name).symlink_to(runs.ROOT / name)
+    (folder / "pairs.jsonl").symlink_to(runs.ROOT / "examples" / "questions.jsonl")
     (folder / "my/texts").mkdir(parents=True)
     runs.write_corpus(folder / "my/texts/my.jsonl", documents=40, words=(1200, 1600))
     (folder / "sentences.txt").write_text("A sentence.\nAnd another one.\n")
