@@ -202,6 +202,8 @@ def load_manifest(folder: Path) -> Manifest:
         ShardError: the manifest is missing or of another version.
     """
     path = folder / MANIFEST
+    if not folder.exists():
+        raise ShardError(f"{folder}: no such folder; run `prepare` with this output")
     if not path.is_file():
         for place, what in _OTHERS.items():
             if (folder / place).exists():

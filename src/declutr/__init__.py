@@ -1,4 +1,4 @@
-"""Sentence encoders from long documents without labels, on Ray: `prepare`, `train`, `adapt`, `load`, `embed`.
+"""Sentence encoders from long documents without labels, on Ray: `train`, `adapt`, `embed`, `search`, and so on.
 
 The functions are those that the commands call. Each is imported at its first use, with the libraries that it needs.
 """
@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from declutr.adaptation.job import adapt as adapt
+    from declutr.cli.encoders import export as export
+    from declutr.cli.evaluate import evaluate as evaluate
+    from declutr.embedding.build import index as index
     from declutr.embedding.job import embed as embed
+    from declutr.embedding.search import Searcher as Searcher
+    from declutr.embedding.search import search as search
     from declutr.encoders.loading import load_encoder as load  # noqa: F401
     from declutr.pipeline.prepare import prepare as prepare
     from declutr.trainer.train import train as train
@@ -20,6 +25,11 @@ _PLACES = {
     "adapt": "declutr.adaptation.job:adapt",
     "load": "declutr.encoders.loading:load_encoder",
     "embed": "declutr.embedding.job:embed",
+    "evaluate": "declutr.cli.evaluate:evaluate",
+    "export": "declutr.cli.encoders:export",
+    "index": "declutr.embedding.build:index",
+    "search": "declutr.embedding.search:search",
+    "Searcher": "declutr.embedding.search:Searcher",
 } | {
     name: f"declutr.common.errors:{name}"
     for name in (

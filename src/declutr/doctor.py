@@ -1,6 +1,5 @@
 """`declutr doctor [CONFIG]`: checks that this machine can run a training, and names the remedies."""
 
-import argparse
 import fcntl
 import ipaddress
 import json
@@ -25,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from declutr.common.config import load_config
-from declutr.common.console.terminal import excerpt
+from declutr.common.console.terminal import Parser, excerpt
 from declutr.common.errors import ConfigError
 from declutr.common.paths import expand
 from declutr.common.storage import fsync_path
@@ -327,7 +326,7 @@ def _torn(path: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `doctor [CONFIG] [--path ...] [--json]`; return 1 if something must be fixed."""
-    parser = argparse.ArgumentParser(prog="declutr doctor", description="Check this machine before a run.")
+    parser = Parser(prog="declutr doctor", description="Check this machine before a run.")
     parser.add_argument("config", nargs="?", help="YAML file with the `train` section of the planned run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--path", action="append", default=[], help="folder that runs will write to; repeatable")

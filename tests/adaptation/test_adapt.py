@@ -34,7 +34,7 @@ from declutr.adaptation.passages import _select, held_out_documents, make_passag
 from declutr.cli.main import main
 from declutr.common.bootstrap import grouped
 from declutr.common.config import validated
-from declutr.common.errors import UsageError
+from declutr.common.errors import ConfigError, UsageError
 from declutr.common.paths import listed
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
@@ -312,15 +312,27 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", 150))
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    corpus(docs / "long.jsonl", 3, words=400)
+    corpus(tmp_path / "tiny.jsonl", 30, words=20)
     for start, output, settings, words in (
         (encoder, "out", {"pairs": pairs}, ("--pairs", "different answers are left", "100", "240")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("40 tokens", "64")),
+        (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("none of 30", "limit is 128", "join")),
+        (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "matches no file")),
+        (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),
+        (encoder, "docs", {}, ("--output", "holds long.jsonl", "new folder")),
+        (encoder, "docs/out", {}, ("--output", "in the corpus", "elsewhere")),
+        (docs, "out", {"corpus": encoder}, (f"{encoder} is an encoder", "comes first", "ENCODER CORPUS")),
+        (docs / "long.jsonl", "out", {}, ("long.jsonl is a file", "encoder")),
     ):
-        with pytest.raises(UsageError, match=all_of(*words)):
-            adapt(start, "-", tmp_path / output, **settings)
+        with pytest.raises((UsageError, ConfigError), match=all_of(*words)):
+            adapt(start, settings.pop("corpus", docs), tmp_path / output, **settings)
         assert not (tmp_path / output / "data").exists()
+        assert not (tmp_path / output / "state.json").exists()
     assert (tmp_path / "mine" / "encoder" / "config.json").is_file()
 
 
@@ -365,9 +377,10 @@ def test_encoder_that_lower_cases_twice_has_the_tokenizer_of_its_file(encoder, t
 @pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.BertNormalizer(lowercase=False)])
 def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(encoder, tmp_path, normalizer):
     folder = lower_casing(encoder, tmp_path / "start", normalizer)
+    corpus(tmp_path / "docs.jsonl", 3, words=400)
     assert np.array_equal(*load_transformer(str(folder)).encode(["WORD1 Word2", "word1 word2"]))
     with pytest.raises(UsageError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
-        adapt(folder, "-", tmp_path / "out")
+        adapt(folder, tmp_path / "docs.jsonl", tmp_path / "out")
     assert not (tmp_path / "out" / "data").exists()
 
 

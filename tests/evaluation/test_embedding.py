@@ -21,9 +21,10 @@ from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
-from declutr.embedding.build import build_index
+from declutr.embedding.build import index as build_index
 from declutr.embedding.job import UnitEmbedder
-from declutr.embedding.units import EmbedConfig, plan, read_note
+from declutr.embedding.note import read_note
+from declutr.embedding.units import EmbedConfig, plan
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import vectors_fingerprint
 

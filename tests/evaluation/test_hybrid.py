@@ -13,8 +13,9 @@ from declutr.cli.main import main
 from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
-from declutr.embedding.build import build_index
-from declutr.embedding.index import POSTINGS, WORDS, SearchIndex, StoredWords, write_words
+from declutr.embedding.build import index as build_index
+from declutr.embedding.index import SearchIndex
+from declutr.embedding.postings import POSTINGS, WORDS, StoredWords, write_words
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 
@@ -54,7 +55,7 @@ def plain(query, kind):
 
 @pytest.mark.parametrize("kind", ["idf", "bm25"])
 def test_hybrid_score_is_cosine_plus_weighted_lexical_score(embedded, tmp_path, kind):
-    build_index(embedded, tmp_path / "index", lexical=kind, weight=0.7)
+    build_index(embedded, tmp_path / "index", hybrid=True, lexical=kind, weight=0.7)
     index = SearchIndex(tmp_path / "index")
     for query in QUERIES:
         cosines, lexical = plain(query, kind)
@@ -208,7 +209,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_altered_words_with_right_checksums_are_refused(tmp_path, damage, capsys):
     folder = tmp_path / "index"
-    build_index(embed_lines(tmp_path, "cat mat\ncat hat\ncat\ncat\ncat\ncat\n"), folder, lexical="idf")
+    build_index(embed_lines(tmp_path, "cat mat\ncat hat\ncat\ncat\ncat\ncat\n"), folder, hybrid=True)
     name, change = DAMAGE[damage]
     raw = (folder / name).read_bytes()
     (folder / name).write_bytes(change(raw))
@@ -350,7 +351,7 @@ def test_embeddings_that_are_not_finite_are_not_indexed(embedded_lines, tmp_path
     array[3, 2] = value
     embedded_lines.write_bytes(npy(array))
     with pytest.raises(UsageError, match=all_of("row 3", "finite")):
-        build_index(embedded_lines, tmp_path / "index", map_file=tmp_path / "map.parquet")
+        build_index(embedded_lines, tmp_path / "index", parquet=tmp_path / "map.parquet")
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("in.txt", "out.npy", "out.npy.json")] == []
 
 

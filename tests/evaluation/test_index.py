@@ -9,8 +9,9 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
-from declutr.embedding.build import PLANE_ROWS, SHARE, build_index, fit_plane, sample_rows
+from declutr.embedding.build import index as build_index
 from declutr.embedding.index import INDEX, SearchIndex, StoredVectors, best_rows
+from declutr.embedding.map import PLANE_ROWS, SHARE, fit_plane, sample_rows
 from declutr.embedding.units import Shape, shaped
 from declutr.encoders.loading import load_encoder
 
@@ -163,7 +164,7 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
         says(capsys.readouterr().err, "--output", output, "is in the input")
         assert {path.name for path in folder.iterdir()} == {"a[1].jsonl", "b.jsonl"}
     else:
-        assert build_index(target, tmp_path / "index").rows == (2 if pattern[0] == "*" else 1)
+        assert build_index(target, tmp_path / "index").facts.rows == (2 if pattern[0] == "*" else 1)
 
 
 def test_changed_inputs_are_not_indexed(embedded, tmp_path):
@@ -245,7 +246,7 @@ def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path):
 
 def test_int8_index_is_a_quarter_in_size_and_the_same_every_time(tmp_path):
     output = embed_words(tmp_path)
-    made = [build_index(output, tmp_path / str(number), dtype="int8", lexical="idf") for number in (1, 2)]
+    made = [build_index(output, tmp_path / str(number), dtype="int8", hybrid=True) for number in (1, 2)]
     assert made[0] == made[1]
     build_index(output, tmp_path / "float32")
     sizes = [(tmp_path / folder / "vectors.npy").stat().st_size for folder in ("float32", "1")]
@@ -316,7 +317,7 @@ def test_map_of_many_texts_is_fitted_to_some_and_is_the_same_every_time(tmp_path
     texts = [" ".join(f"w{word}" for word in rng.integers(0, 90, 6)) for _ in range(PLANE_ROWS + 300)]
     output = embedded_texts(tmp_path, "--unit-mib", "0.02", texts=texts, suffix=".parquet")
     for name in "ab":
-        build_index(output, tmp_path / name, map_file=tmp_path / f"{name}.parquet")
+        build_index(output, tmp_path / name, parquet=tmp_path / f"{name}.parquet")
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
     table = pq.read_table(tmp_path / "a.parquet")
     assert table["text"].to_pylist() == texts
@@ -373,4 +374,4 @@ def test_map_in_a_place_that_is_in_use_is_refused(tmp_path, capsys, name, words)
 
 def test_map_of_no_text_is_refused(tmp_path):
     with pytest.raises(UsageError, match=all_of("--parquet", "no text")):
-        build_index(embedded_texts(tmp_path, texts=[]), tmp_path / "index", map_file=tmp_path / "map.parquet")
+        build_index(embedded_texts(tmp_path, texts=[]), tmp_path / "index", parquet=tmp_path / "map.parquet")

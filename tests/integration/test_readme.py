@@ -1,7 +1,6 @@
 """Runs the commands of "Your corpus in 30 minutes" and of the README, exactly as they are written there."""
 
 import shlex
-import subprocess
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ def code(text):
     return [line.removeprefix("    ") for line in text.splitlines() if line.startswith("    ")]
 
 
-PAIRS = "; ".join(line for line in code(README) if line.startswith("echo "))
 SNIPPET = "\n".join(line for line in code(PAGE) if not line.startswith("declutr "))
 COMMANDS = runs.commands_of(PAGE)
 COMMANDS += [command for command in runs.commands_of(README) if command not in COMMANDS]
@@ -36,13 +34,14 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A user's folder: our configs, texts, a page of ours, pairs."""
+    """A user's folder: our configs and questions, texts, a page of ours."""
     folder = tmp_path_factory.mktemp("home")
-    (folder / "configs").symlink_to(runs.ROOT / "configs")
+    for name in ("configs", "examples"):
+        (folder / name).symlink_to(runs.ROOT / name)
+    (folder / "pairs.jsonl").symlink_to(runs.ROOT / "examples" / "questions.jsonl")
     (folder / "my/texts").mkdir(parents=True)
     runs.write_corpus(folder / "my/texts/my.jsonl", documents=40, words=(1200, 1600))
     (folder / "sentences.txt").write_text("A sentence.\nAnd another one.\n")
-    subprocess.run(PAIRS, shell=True, cwd=folder, check=True)
     (folder / "docs/start").mkdir(parents=True)
     (folder / "docs/start/corpus.md").write_text(PAGE)
     return folder

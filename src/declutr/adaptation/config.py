@@ -146,8 +146,8 @@ class State(Strict):
         """Keeps the number of steps for later starts; 0 is decided again, because there may be more minutes then."""
         self.write(steps=steps or None)  # of no steps nothing is kept, as more minutes may come
 
-    def begin(self, start: str) -> None:
-        """Keeps the fingerprint of the start.
+    def check(self, start: str) -> None:
+        """Compares the fingerprint of the start with that of earlier starts of the command.
 
         Raises:
             UsageError: an earlier start of the same adaptation had another one.
@@ -157,6 +157,10 @@ class State(Strict):
                 f"--output {self._path.parent}: the encoder has changed since this adaptation began; name another "
                 "folder"
             )
+
+    def begin(self, start: str) -> None:
+        """Keeps the fingerprint of the start, when the corpus is prepared: from then on the settings stay."""
+        self.check(start)
         self.write(start=start)
 
     def look(self, what: str) -> int:
@@ -196,4 +200,5 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     try:
         yield state
     finally:
-        state.write()  # also after a failure: --minutes counts the time of all starts
+        if path.is_file():
+            state.write()  # also after a failure: --minutes counts the time of all starts

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
-from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, STATE, WINDOW_TOKENS, AdaptConfig, State, opened
+from declutr.adaptation.checks import ENCODER, REPORT, check_lengths, checked, own_words
+from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, State, opened
 from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
@@ -22,27 +23,22 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
-from declutr.common.errors import DataError, UsageError, missing_extra
+from declutr.common.errors import UsageError, missing_extra
 from declutr.common.lock import RunLock
-from declutr.common.paths import expand, folder_problem, listed
+from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
-from declutr.encoders.protocol import missing
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import stsb_values
-from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
+from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
-from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
-ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
 _TIMED_PASSAGES = 512
-_ANSWERS = 240
-"""Different answers of which both halves have 100 in 99% of the draws."""
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 _FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
 
@@ -83,7 +79,7 @@ def adapt(
     """
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
     config, output = validated("adapt", AdaptConfig, values).located(), expand(str(output)).absolute()
-    pairs = _checked(config, output)
+    pairs = checked(config, output, address)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
@@ -101,39 +97,8 @@ def adapt(
                 "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
                 "its tokenizer.json"
             )
-        state.begin(start.fingerprint)  # candidates in the folder are of this encoder
+        state.check(start.fingerprint)  # candidates in the folder are of this encoder
         return _Adaptation(config, output, address, state, start, pairs).run()
-
-
-def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
-    """The user's pairs; all problems of encoder and files that can be found before any work."""
-    problems, pairs = [], None
-    if problem := missing(config.encoder):
-        problems.append(problem)
-    if problem := folder_problem(output):
-        problems.append(f"--output {output}: {problem}")
-    if (output / ENCODER).exists() and not (output / STATE).is_file():
-        problems.append(f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder")
-    if config.pairs is not None:
-        try:
-            pairs = read_test(expand(config.pairs))
-            if (reporting := pairs.half("test", config.seed).num_answers) < MIN_ROWS:
-                problems.append(
-                    f"--pairs {config.pairs}: {reporting} different answers are left for the test, which needs "
-                    f"{MIN_ROWS}, and queries with an answer in common count once; give queries of {_ANSWERS} answers "
-                    "or more, or none to use passages of the documents"
-                )
-        except DataError as error:
-            problems.append(str(error))
-    if config.stsb is not None:
-        try:
-            if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:
-                problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
-        except DataError as error:
-            problems.append(f"--stsb: {error}")
-    if problems:
-        raise UsageError("\n".join(problems))
-    return pairs
 
 
 @dataclass
@@ -162,7 +127,12 @@ class _Adaptation:
     def run(self) -> Result:
         self._say("preparing the corpus")
         prepared = self.config.prepare_config(self.output / "data", self.address)
-        self._say(summary(prepare(prepared), str(self.output / "data")))
+        if self.state.start is None:
+            check_lengths(prepared, self.start.tokenizer)
+        with own_words():
+            manifest = prepare(prepared)
+        self.state.begin(self.start.fingerprint)  # until here another corpus may be named
+        self._say(summary(manifest, str(self.output / "data")))
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
         sets = {

@@ -1,7 +1,8 @@
 """Sub-commands: each function parses the arguments of one, and imports what the command needs."""
 
-import argparse
 from typing import Any
+
+from declutr.common.console.terminal import Parser as PlainParser
 
 # The choices of options stand here too, because `--help` must not wait for numpy and pyarrow;
 # tests/test_repository.py compares them with the settings that they choose.
@@ -23,7 +24,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 """Arguments of several commands."""
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(PlainParser):
     """The parser of a command: its name, and a description for `--help`."""
 
     def __init__(self, command: str, description: str) -> None:

@@ -1,20 +1,17 @@
 """`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
 
 import argparse
+import glob
 import math
 import shlex
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import Any
 
 from declutr.cli import FORMATS, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import refused, shorten
-from declutr.common.paths import path_argument
-
-if TYPE_CHECKING:
-    from declutr.embedding.build import WeightChoice
-    from declutr.embedding.index import SearchIndex
+from declutr.common.paths import expand, listed, path_argument
 
 _SHOWN_CHARACTERS = 200
 
@@ -41,6 +38,9 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an input, with special ones (encoder's limit)")
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
+    parser.add_argument("--passages", action="store_true", help="a row for each passage that fits the encoder, with its"
+                        " place: reads long texts whole (.parquet)")  # fmt: skip
+    parser.add_argument("--headings", action="store_true", help="put the headings above a passage before it")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
@@ -52,7 +52,11 @@ def run_embed(arguments: list[str]) -> int:
     note = embed(**options)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
-    print(f"{options['output']}: {note.rows:,} embeddings of {note.size} numbers ({options['dtype']})")
+    rows = f"{note.rows:,} {'passages' if note.config.passages else 'embeddings'}"
+    print(f"{options['output']}: {rows} of {note.size} numbers ({options['dtype']})")
+    if note.tokens:
+        print(f"tokens read: {note.tokens_read:,} of {note.tokens:,} ({100 * note.tokens_read / note.tokens:.1f}%), "
+              f"texts cut: {note.texts_cut:,}")  # fmt: skip
     return 0
 
 
@@ -72,66 +76,33 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)
-    if not options.embeddings.is_file():
-        return refused(f"{options.embeddings}: no such file; name a file that `declutr embed` has written")
-    for name in ("lexical", "weight", "pairs"):
-        if getattr(options, name) is not None and not options.hybrid:
-            return refused(f"--{name}: is for hybrid indexes; add --hybrid")
-    if options.pairs and options.weight is not None:
-        return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
-    from declutr.embedding.index import VECTORS
-    from declutr.evaluation.retrieval.lexicon import NAMES, LexicalKind
+    from declutr.embedding.note import read_note
 
-    choices: list[WeightChoice] = []
-    weight = DEFAULT_WEIGHT if options.weight is None else options.weight
-    lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
-    facts = build_index(
-        options.embeddings,
-        options.output,
-        options.source_field,
-        options.dtype,
-        lexical,
-        _chooser(options, choices) if options.pairs else weight,
-        options.open_addresses,
-        options.parquet,
-    )
+    read_note(options.embeddings)  # its problems need not wait for torch
+    from declutr.embedding.build import index, sentences
+    from declutr.embedding.index import VECTORS
+    from declutr.evaluation.retrieval.lexicon import NAMES
+
+    facts, choice = index(**vars(options))
     num_bytes = (options.output / VECTORS).stat().st_size
     vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
     if facts.dtype == "int8":
         vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
-    lines = [f"{options.output}: {facts.rows:,} texts", vectors]
+    lines = [f"{options.output}: {facts.rows:,} {'passages' if facts.passages else 'texts'}", vectors]
+    if sentence := facts.sentence():
+        lines.append(sentence + ("" if facts.passages else "; `declutr embed --passages` reads them whole"))
     if facts.hybrid:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
     if options.parquet:
         import pyarrow.parquet as pq
 
-        from declutr.embedding.build import SHARE
+        from declutr.embedding.map import SHARE
 
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
         command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
         lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {command}")
-    print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
+    print(*lines, *(sentences(choice) if choice else ()), sep="\n")
     return 0
-
-
-def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
-    """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
-    from declutr.embedding.build import choose_weight
-    from declutr.embedding.units import read_note
-    from declutr.evaluation.retrieval.pairs import read_pairs
-
-    read_pairs(options.pairs)  # its problems need not wait for the encoder
-    note = read_note(options.embeddings)
-    from declutr.encoders.loading import encoder_of_index  # loads torch
-
-    encoder = encoder_of_index(note.config.choice, options.model, trust_remote_code=options.trust_remote_code)
-
-    def choose(index: "SearchIndex") -> "WeightChoice":
-        choices.append(choose_weight(index, encoder, options.pairs))
-        return choices[0]
-
-    return choose
 
 
 def _weight(text: str) -> float:
@@ -157,21 +128,22 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
-    from declutr.embedding.index import SearchIndex
-    from declutr.encoders.loading import encoder_of_index
+    from declutr.embedding.search import Searcher
 
-    index = SearchIndex(options.index)
-    if options.weight is not None:
-        index.weigh(options.weight)
-    encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
-    answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
+    searcher = Searcher(options.index, model=options.model, weight=options.weight,
+                        trust_remote_code=options.trust_remote_code)  # fmt: skip
+    answers = [(query, searcher.search(query, options.top)) for query in options.query]
     for query, hits in answers:
         if len(answers) > 1:
             print(f"# {query}")
         for hit in hits:
             text = " ".join(hit.text.split())
-            parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
-            print(f"{hit.score:6.3f}{parts}  {hit.id or hit.record}  {shorten(text, _SHOWN_CHARACTERS)}")
+            parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {searcher.weight:g} x {hit.lexical:.3f}"
+            place = hit.id or str(hit.record)
+            if hit.line is not None:
+                place = f"{hit.id or hit.source} line {hit.line}"
+                text = f"{hit.heading}: {text}" if hit.heading else text
+            print(f"{hit.score:6.3f}{parts}  {place}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0
 
 
@@ -194,8 +166,15 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
+    from declutr.encoders.protocol import missing
+
+    near = [path for path in options["corpus"] if "://" not in path and not glob.has_magic(path)]
+    lacks = [f"CORPUS: {path}: no such file or folder" for path in near if not expand(path).exists()]
+    if problems := [*filter(None, [missing(options["encoder"])]), *lacks]:
+        return refused("\n".join(problems))  # before torch and Ray are loaded
     setup_logging("adapt")
-    from declutr.adaptation.job import REPORT, adapt
+    from declutr.adaptation.checks import REPORT
+    from declutr.adaptation.job import adapt
 
     result = adapt(**options)
     for row in result.rows:
@@ -209,6 +188,38 @@ def run_adapt(arguments: list[str]) -> int:
     written = f"the encoder is {result.encoder}" if result.encoder else "no encoder was written"
     print(f"{options['output'] / REPORT}; {written}")
     return 0
+
+
+def export(model: str | PathLike[str], output: str | PathLike[str], **settings: Any) -> dict[str, Any]:
+    """Write a smaller or faster form of an encoder to a new folder, and measure it.
+
+    Args:
+        model: encoder, as `load` takes it.
+        output: folder to create.
+        settings: the others of `ExportConfig`: to (onnx, onnx-int8, static), corpus, text_field, stsb, pairs,
+            max_tokens, vocabulary_size, dimensions, trust_remote_code.
+
+    Returns:
+        The measurement, as in `measurement.json`: bytes, speedup, cosine, scores before and after.
+
+    Raises:
+        ConfigError: with every problem of the settings.
+        UsageError: every problem of the data.
+        EncoderError: the encoder cannot be loaded or exported.
+    """
+    from declutr.common.config import validated
+    from declutr.evaluation.export.inputs import ExportConfig, read_inputs
+
+    places = {name: expand(str(settings[name])) for name in ("stsb", "pairs") if settings.get(name) is not None}
+    values = {"model": str(model), "output": expand(str(output)), **settings, **places}
+    if settings.get("corpus") is not None:
+        values["corpus"] = listed(settings["corpus"])
+    config = validated("export", ExportConfig, values)
+    inputs = read_inputs(config)
+    from declutr.evaluation.export.job import export_encoder  # loads torch
+    from declutr.reproduction import provenance
+
+    return export_encoder(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
 
 
 def run_export(arguments: list[str]) -> int:
@@ -227,15 +238,7 @@ def run_export(arguments: list[str]) -> int:
     parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
     parser.shared("--text-field", "--trust-remote-code")
     options = _options(parser, arguments)
-    from declutr.common.config import validated
-    from declutr.evaluation.export.inputs import ExportConfig, read_inputs
-
-    config = validated("export", ExportConfig, options)
-    inputs = read_inputs(config)
-    from declutr.evaluation.export.job import export
-    from declutr.reproduction import provenance
-
-    figures = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
+    figures = export(**options)
     parts = [f"{figures['bytes']:,} bytes", f"{figures['texts_per_second']['export']:,} texts a second"]
     parts.append(f"{figures['speedup']:.2f} times as fast as {figures['compared_with']} in float32")
     if figures["cosine"] is not None:
@@ -248,7 +251,7 @@ def run_export(arguments: list[str]) -> int:
         parts.append(f"STS-B {figures['stsb_before']:.2f} before, {figures['stsb_after']:.2f} after")
     for name, scores in list(figures.get("pairs", {}).items())[:1]:
         parts.append(f"{name} {100 * scores['before']:.1f} before, {100 * scores['after']:.1f} after")
-    print(f"{config.output}: {', '.join(parts)}")
+    print(f"{options['output']}: {', '.join(parts)}")
     corpus = figures.get("corpus", {"skipped": {}, "cut": False})
     for reason, number in corpus["skipped"].items():
         print(f"skipped: {number:,} {reason}")

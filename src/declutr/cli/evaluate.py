@@ -1,17 +1,19 @@
 """`declutr evaluate`: scores encoders on SentEval, NanoBEIR, MTEB or pairs; fetches and checks SentEval's data."""
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
-from declutr.common.console.terminal import refused
-from declutr.common.errors import DataError, EncoderError, UsageError, missing_extra
-from declutr.common.paths import path_argument
+from declutr.common.errors import ConfigError, DataError, EncoderError, UsageError, missing_extra, suggest
+from declutr.common.paths import listed, path_argument
 
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
@@ -27,13 +29,56 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 }
 
 
+_SOURCES = ("data", "download", "pairs", "mteb")
 _say = partial(print, flush=True)  # a progress line, at once
 
 
 def run_evaluate(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
-    parser = _parser()
-    options = parser.parse_intermixed_args(arguments)
+    return _evaluate(_parser().parse_intermixed_args(arguments))
+
+
+def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (), **settings: Any) -> dict[str, Any]:
+    """Score encoders as the command does, which prints its progress and tables and writes files.
+
+    Args:
+        encoders: as the command takes them; none: check the data.
+        settings: the options of the command, with `_` for `-`; one of `data`, `download`, `pairs` and `mteb` is needed.
+
+    Returns:
+        The content of the files of scores, by their names without .json: `pairs`, `scores`, `nanobeir`, `mteb`.
+
+    Raises:
+        ConfigError: with every problem of the settings.
+        UsageError: an option cannot be used, or something was not scored, which standard error names.
+        DataError: the data cannot be used.
+        EncoderError: an encoder cannot be loaded.
+    """
+    actions = {action.dest: action for action in _parser()._actions if action.dest not in ("help", "encoders")}
+    problems = [f"{name}: unknown key{suggest(name, list(actions))}" for name in settings if name not in actions]
+    if sum(settings.get(name) is not None for name in _SOURCES) != 1:
+        problems.append(f"give one of {', '.join(_SOURCES)}")
+    for name, value in settings.items():
+        choices = actions[name].choices if name in actions else None
+        if choices and value is not None and value not in choices:
+            problems.append(f"{name} = {value!r}: must be one of {', '.join(choices)}")
+    if problems:
+        raise ConfigError("evaluate", problems)
+    values = {name: action.default for name, action in actions.items()}
+    for name, value in settings.items():
+        is_path = value is not None and actions[name].type is path_argument
+        values[name] = path_argument(str(value)) if is_path else value
+    options = argparse.Namespace(encoders=listed(encoders), **values)
+    began = time.time_ns()
+    if _evaluate(options):
+        raise UsageError("evaluate: not everything was scored; standard error says why")
+    files = {name: options.output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")}
+    fresh = {name: path for name, path in files.items() if path.is_file() and path.stat().st_mtime_ns >= began}
+    return {name: json.loads(path.read_text()) for name, path in fresh.items()}
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    """Do what the options say; return the exit status."""
     from declutr.encoders.protocol import parse_sizes
 
     options.encoders = _with_checkpoints(options.encoders)
@@ -41,7 +86,7 @@ def run_evaluate(arguments: list[str]) -> int:
     for option, score in (("mteb", _score_mteb), ("pairs", _score_pairs)):
         if getattr(options, option) is not None:
             if not options.encoders or options.pretrained:
-                parser.error(f"--{option} takes one ENCODER or more, and no --pretrained")
+                raise UsageError(f"--{option} takes one ENCODER or more, and no --pretrained")
             return score(options)
     return _check_and_score(options)
 
@@ -149,7 +194,7 @@ def _score_pairs(options: argparse.Namespace) -> int:
             if encoder.name not in names:
                 scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, options.sizes))
         except EncoderError as error:
-            return refused(f"{name} is not scored: {error}")
+            raise EncoderError(f"{name} is not scored: {error}") from error
         names = list(dict.fromkeys([*names, encoder.name]))
     print(write_comparison(test, scored, names, options.output))
     print(f"\n{options.output / 'pairs.json'} has all numbers")
@@ -162,7 +207,7 @@ def _score_mteb(options: argparse.Namespace) -> int:
     from declutr.encoders.protocol import sizes_of, with_cuts
 
     if absent := missing_extra("mteb", "--mteb"):
-        return refused(absent)
+        raise UsageError(absent)
     with hub_or_cache():  # before MTEB's libraries contact the hub
         from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
 
@@ -183,9 +228,9 @@ def _check_and_score(options: argparse.Namespace) -> int:
     """Fetch and check the data of the tasks, and score the encoders on them."""
     data = options.data or options.download
     if options.data is not None and not data.is_dir():
-        return refused(f"--data {data}: no such folder; `declutr evaluate --download {data}` fetches SentEval's data")
+        raise UsageError(f"--data {data}: no such folder; `declutr evaluate --download {data}` fetches SentEval's data")
     if options.cpus is not None and options.cpus < 1:
-        return refused(f"--cpus {options.cpus}: must be 1 or more")
+        raise UsageError(f"--cpus {options.cpus}: must be 1 or more")
     from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.data import inspect, overview
     from declutr.evaluation.senteval.harness import ScoringChoice
@@ -198,7 +243,7 @@ def _check_and_score(options: argparse.Namespace) -> int:
         names = choose_tasks(words)
         tests = nanobeir.read_nanobeir(data, nano)
     except UsageError as error:
-        return refused(f"--tasks: {error}")
+        raise UsageError(f"--tasks: {error}") from error
     for line in nanobeir.overview(tests):
         _say(line)
     failed = False

@@ -51,6 +51,8 @@ def run_report(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
+    if absent := [f"{folder}: no such folder" for folder in options.folder if not folder.exists()]:
+        return refused("\n".join(absent))
     if len(options.folder) > 1 or (options.folder[0] / "config.yaml").is_file():
         from declutr.report.runs import write_runs_page
 
@@ -152,11 +154,11 @@ def run_reproduce(arguments: list[str]) -> int:
         return refused(f"--start {start}: has no config.json; name the folder of an encoder of transformers")
     if problem := folder_problem(work):
         return refused(f"--work {work}: {problem}")
+    item = load_item(options.item)
     from declutr.reproduction.plan import ItemPlan
     from declutr.reproduction.running import plan_lines, reproduce
 
     places = options.data, options.senteval or options.data / "senteval", work
-    item = load_item(options.item)
     plan = ItemPlan(name, item, options.scale, *places, options.settings, options.seeds, start, options.only)
     print("\n".join(plan_lines(plan)), flush=True)
     if options.plan:

@@ -159,7 +159,10 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     try:
         parsed = read_yaml(value)
     except YamlError as error:
-        quote = "; put a value that begins with * into quotes" if "*" in value else ""
+        quote = ""
+        if "*" in value or "?" in value:
+            inner = value.strip("[] ")
+            quote = f"; put a value with * or ? into two kinds of quotes: '{key}=[\"{inner}\"]'"
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
     if len(parents) >= MAX_DEPTH:
@@ -259,7 +262,8 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             elif item["type"] in ("model_type", "dict_type"):
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
-                message += f": write [{item['input']}]"
+                text = item["input"]
+                message += f": write '[\"{text}\"]'" if {*"*?,"} & {*str(text)} else f": write [{text}]"
         lines.setdefault(prefix, []).append(message)
     return [prefix + "; or: ".join(dict.fromkeys(messages)) for prefix, messages in lines.items()]
 

@@ -1,27 +1,29 @@
-"""Building of an index, and of a map, from a file of `declutr embed`: written to a temporary folder, then renamed.
+"""`declutr index`: an index, and a map, from a file of `declutr embed`; written to a temporary folder, then renamed.
 
 The weight of the words of a hybrid index may be chosen on pairs: half of the queries choose it, the other half report
 it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from declutr.common import seeding
 from declutr.common.bootstrap import Comparison, compare, grouped, share
 from declutr.common.errors import DataError, UsageError
+from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding.index import (
     INDEX,
     NO_TEXT,
+    PASSAGE_SCHEMA,
     SCHEMA,
     TEXTS,
     VECTORS,
@@ -29,23 +31,23 @@ from declutr.embedding.index import (
     IndexFacts,
     SearchIndex,
     StoredTexts,
-    write_words,
 )
 from declutr.embedding.job import would_read, write_npy_header
+from declutr.embedding.map import write_map
+from declutr.embedding.note import read_note, unit_vectors
+from declutr.embedding.postings import write_words
 from declutr.embedding.units import (
     CHUNK_ROWS,
+    PLACES,
+    Coverage,
     EmbedConfig,
-    Note,
     Shape,
     VectorType,
     corpus_of,
-    finite_vectors,
     identify,
     keyed,
     plan,
-    read_note,
     shaped,
-    unit_vectors,
 )
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
@@ -53,7 +55,6 @@ from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
-from declutr.trainer.data.plan import permute
 
 DEFAULT_WEIGHT = 1.0
 F64 = NDArray[np.float64]
@@ -84,61 +85,94 @@ class WeightChoice:
         return {name: compare(part, hybrid, SEED, share) for name, part in rows.items()}
 
 
-def build_index(
-    embeddings: Path,
-    output: Path,
+class Built(NamedTuple):
+    """A new index."""
+
+    facts: IndexFacts
+    choice: WeightChoice | None
+    """The weight of the words that pairs have chosen."""
+
+
+def index(
+    embeddings: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
     source_field: str | None = None,
     dtype: VectorType | None = None,
+    hybrid: bool = False,
     lexical: LexicalKind | None = None,
-    weight: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT,
+    weight: float | None = None,
+    pairs: str | PathLike[str] | None = None,
+    model: str | None = None,
+    parquet: str | PathLike[str] | None = None,
     open_addresses: bool = False,
-    map_file: Path | None = None,
-) -> IndexFacts:
-    """Build an index from a file of `declutr embed` and the texts of its inputs.
+    trust_remote_code: bool = False,
+) -> Built:
+    """Build an index for `search` from a file of `embed` and the texts of its inputs.
 
     Args:
-        embeddings: the file.
+        embeddings: the file, with its note next to it.
         output: folder to create.
-        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
+        source_field: key or column with the origin of a text; its file if None.
         dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
-        lexical: scores of words for a hybrid index; None: vectors alone.
-        weight: of the words, or a function that chooses it with the index.
-        open_addresses: read inputs at addresses, which the file's note names.
-        map_file: Parquet file to write for Embedding Atlas, which appears with the index.
+        hybrid: store the words too: score = cosine + weight * words.
+        lexical: score of the words, idf if None.
+        weight: of the words, 1 if None.
+        pairs: file of queries with the text or id that they should find: half of them choose the weight.
+        model: the encoder that `pairs` need, if it has moved since.
+        parquet: file to write too: texts, vectors and a map of them.
+        open_addresses: read inputs at addresses in the file's note.
+        trust_remote_code: run Python code that comes with the encoder.
 
     Raises:
-        UsageError: the note is missing, the inputs have changed since, or `map_file` cannot be used.
+        UsageError: an option or a file cannot be used, or the inputs have changed since.
+        DataError: the pairs cannot be used.
+        EncoderError: the encoder cannot be loaded.
         FileExistsError: `output` exists.
     """
-    note = read_note(embeddings)
-    config = note.config.model_copy(update={"output": embeddings.absolute()})
+    given = {"lexical": lexical, "weight": weight, "pairs": pairs}
+    if needless := [f"--{name}" for name, value in given.items() if value is not None and not hybrid]:
+        raise UsageError(f"{', '.join(needless)}: for hybrid indexes; add --hybrid")
+    if pairs is not None and weight is not None:
+        raise UsageError(f"--weight {weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    if weight is not None and not 0 <= weight <= 100:
+        raise UsageError(f"--weight {weight:g}: must be a number from 0 to 100")
+    file, folder, encoder = expand(str(embeddings)), expand(str(output)), None
+    note = read_note(file)
+    if pairs is not None:
+        read_pairs(expand(str(pairs)))  # its problems need not wait for the encoder
+        from declutr.encoders.loading import encoder_of_index  # loads torch
+
+        encoder = encoder_of_index(note.config.choice, model, trust_remote_code=trust_remote_code)
+    config = note.config.model_copy(update={"output": file.absolute()})
     if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
         # A request would carry the credentials of this user.
         raise UsageError(
-            f"{embeddings}: its note names {far[0]}, which is not opened, because it may come from someone else; if "
-            "you trust it: --open-addresses"
+            f"{file}: its note names {far[0]}, which is not opened, because it may come from someone else; if you "
+            "trust it: --open-addresses"
         )
     units = plan(config)  # texts are read again, and must be those that were embedded
     if note.job != hash_json(identify(config, units, note.fingerprint, note.precision)):
-        raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+        raise UsageError(f"{file}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     dtype = dtype or ("int8" if config.shape.dtype == "int8" else "float32")
+    map_file, choice = None if parquet is None else expand(str(parquet)), None
     if map_file:
-        _check_map_file(map_file, output, config, note.rows)
-    with atomic_folder(output) as aside:
-        if _write_texts(aside / TEXTS, units, config, source_field) != note.rows:
-            raise UsageError(
-                f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
-            )
+        _check_map_file(map_file, folder, config, note.rows)
+    with atomic_folder(folder) as aside:
+        places = _places(file) if config.passages else None
+        if _write_texts(aside / TEXTS, units, config, source_field, places) != note.rows:
+            raise UsageError(f"{file}: its inputs have another number of texts than it has embeddings; embed again")
         with (aside / VECTORS).open("wb") as stream:
             write_npy_header(stream, (note.rows, note.size), dtype)
-            for chunk in unit_vectors(embeddings, note):
+            for chunk in unit_vectors(file, note):
                 stream.write(shaped(chunk, Shape(dtype=dtype)).tobytes())
-        hybrid = None
-        if lexical:
-            words = write_words(aside, StoredTexts(aside / TEXTS, note.rows), lexical)
-            hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
+        lexicon = None
+        if hybrid:
+            kind: LexicalKind = lexical or "idf"
+            words = write_words(aside, StoredTexts(aside / TEXTS, note.rows, config.passages), kind)
+            lexicon = Hybrid(kind=kind, weight=DEFAULT_WEIGHT if weight is None else weight, words=words)
         facts = IndexFacts(
             rows=note.rows,
             choice=config.choice,
@@ -147,17 +181,19 @@ def build_index(
             fingerprint=note.fingerprint,
             files={path.name: hash_file(path) for path in sorted(aside.iterdir())},  # checked before a search opens any
             dtype=dtype,
-            hybrid=hybrid,
+            hybrid=lexicon,
+            passages=config.passages,
+            **note.model_dump(include={*Coverage.model_fields}),
         )
-        if hybrid and callable(weight):
-            choice = weight(SearchIndex(aside, facts))
+        if lexicon and encoder and pairs is not None:
+            choice = choose_weight(SearchIndex(aside, facts), encoder, expand(str(pairs)))
             chosen = {"weight": choice.weight, "chosen_on": choice.development}
-            facts = facts.model_copy(update={"hybrid": hybrid.model_copy(update=chosen)})
+            facts = facts.model_copy(update={"hybrid": lexicon.model_copy(update=chosen)})
         write_json(aside / INDEX, facts.model_dump(mode="json"))
         if map_file:
             with atomic_file(map_file) as map_aside:
-                write_map(map_aside, aside / TEXTS, embeddings, note)
-    return facts
+                write_map(map_aside, aside / TEXTS, file, note)
+    return Built(facts, choice)
 
 
 def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int) -> None:
@@ -175,20 +211,32 @@ def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int
         raise UsageError(f"--parquet {map_file}: {NO_TEXT}; omit it")
 
 
-def rows_of(chunks: Iterator[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Vectors `(len(rows), size)` of ascending rows."""
-    parts, start = [], 0
-    for chunk in chunks:  # a batch of Parquet may be shorter than the others, so rows are counted
-        parts.append(chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start])
-        start += len(chunk)
-    return np.concatenate(parts)
+def _places(embeddings: Path) -> Iterator[dict[str, Any]]:
+    """Record, place and headings of each passage of a file of embeddings."""
+    try:
+        with pq.ParquetFile(embeddings) as file:
+            kinds = dict([("row", pa.int64()), *PLACES])
+            if any(name not in file.schema_arrow.names for name in kinds):
+                raise UsageError(f"{embeddings}: lacks the places of its passages; embed again")
+            for batch in file.iter_batches(CHUNK_ROWS, columns=list(kinds)):
+                yield from batch.cast(pa.schema(kinds)).to_pylist()
+    except pa.ArrowException as error:
+        raise UsageError(f"{embeddings}: cannot read the places of its passages ({error}); embed again") from error
 
 
-def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_field: str | None) -> int:
-    """Write texts, ids and sources in the order of the embeddings; return their number."""
+def _write_texts(
+    path: Path,
+    units: Sequence[Unit],
+    config: EmbedConfig,
+    source_field: str | None,
+    places: Iterator[dict[str, Any]] | None,
+) -> int:
+    """Write texts or passages, ids and sources in the order of the embeddings; return their number."""
     rows: list[dict[str, int | str | None]] = []
     total, number = 0, itertools.count()
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+    schema = PASSAGE_SCHEMA if places else SCHEMA
+    place = next(places, None) if places else None
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for unit in units:
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
             for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
@@ -197,14 +245,24 @@ def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_
                     raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
-                    rows.append({"record": record_number, "text": text, "id": key, "source": origin})
-                    total += 1
-                    if len(rows) == CHUNK_ROWS:
-                        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
-                        rows.clear()
+                    row: dict[str, int | str | None] = {
+                        "record": record_number,
+                        "text": text,
+                        "id": key,
+                        "source": origin,
+                    }
+                    rows += [] if places else [row]
+                    while places and place and place["row"] == record_number:
+                        part = {"text": text[place["start"] : place["end"]], "line": place["line"]}
+                        rows.append(row | part | {"heading": place["heading"]})
+                        place = next(places, None)
+                while len(rows) >= CHUNK_ROWS:
+                    writer.write_batch(pa.RecordBatch.from_pylist(rows[:CHUNK_ROWS], schema=schema))
+                    del rows[:CHUNK_ROWS]
+                    total += CHUNK_ROWS
         if rows:
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
-    return total
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+    return total + len(rows)
 
 
 def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Document | None]:
@@ -235,15 +293,17 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
 
 
 def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
-    """The pairs, with rows of the index as numbers of the texts; equal texts are all relevant."""
+    """The pairs, with documents of the index as numbers of the texts; equal texts are all relevant."""
     rows, key = read_pairs(pairs)
     targets = {text for _, _, text in rows}
     number: dict[str, list[int]] = {}
     for row in range(index.facts.rows):  # one at a time, because there may be millions
         stored = index.texts([row])[0]
         if (name := stored.id if key == "id" else stored.text) in targets:
-            number.setdefault(str(name), []).append(row)
-    return join_pairs(pairs, rows, number, [], "the index")
+            number.setdefault(str(name), []).append(index.document(row))
+    return join_pairs(
+        pairs, rows, {name: list(dict.fromkeys(places)) for name, places in number.items()}, [], "the index"
+    )
 
 
 def _measured(
@@ -255,7 +315,7 @@ def _measured(
         cosines, lexical = index.parts(index.embed(encoder, query), query)
         for place, weight in enumerate(weights):
             scores = lexical if weight is None else cosines + np.float32(weight) * lexical
-            values[place, number] = measures(scores[None], [relevant])[0]
+            values[place, number] = measures(index.by_document(scores)[None], [relevant])[0]
     return values
 
 
@@ -266,81 +326,3 @@ def sentences(choice: WeightChoice) -> Iterator[str]:
         scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
         queries = f"{len(choice.answers):,} other queries with {difference.rows:,} different answers"
         yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence('answers')}"
-
-
-PLANE_ROWS = 5_000  # so that a map takes seconds
-"""Texts that fit the plane; all are placed on it."""
-SHARE = b"share of the variance"
-"""Key of the file's metadata: the share of the variance within the plane, in [0, 1]."""
-_LEAST_SHARE = 1e-12  # of the largest eigenvalue
-
-
-@dataclass(frozen=True)
-class Plane:
-    """The plane in which embeddings differ most: their first two principal components (Pearson, 1901).
-
-    With mean m and covariance C = 1/n sum_i (x_i - m)(x_i - m)^T, a vector x of length 1 is placed at
-    (u_1, u_2)^T (x - m), where u_1 and u_2 are the eigenvectors of C with the largest eigenvalues. Unlike the places of
-    UMAP or t-SNE, these depend on no random start, and each follows from its vector alone, so that batches are placed
-    one after the other.
-    """
-
-    mean: NDArray[np.float64]
-    """`(size,)`."""
-    axes: NDArray[np.float64]
-    """`(size, 2)`, of length 1; the second is null if the embeddings lie on a line."""
-    share: float
-    """Share of the variance within the plane, in [0, 1]; 1 if there is no variance."""
-
-    def place(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Coordinates `(n, 2)` of vectors `(n, size)`."""
-        return ((vectors - self.mean) @ self.axes).astype(np.float32)
-
-
-def fit_plane(vectors: NDArray[np.float32]) -> Plane:
-    """Fit the plane of vectors `(n, size)`, n and size at least 1. Their order affects rounding only."""
-    mean = vectors.mean(axis=0, dtype=np.float64)
-    _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)
-    variances, axes = singular**2, np.zeros((vectors.shape[1], 2))
-    real = variances[:2] > _LEAST_SHARE * variances[0]  # others are rounding
-    axes[:, : len(real)] = directions[:2].T * real
-    # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
-    axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
-    total = float(variances.sum())
-    return Plane(mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0)
-
-
-def sample_rows(num_rows: int, count: int, seed: int = 0) -> NDArray[np.int64]:
-    """Ascending numbers below `num_rows`: `count` of them drawn by (seed, "map"), or all if there are fewer."""
-    drawn = np.arange(min(num_rows, count))
-    if num_rows > count:
-        # by seed: the map of an index is always the same
-        drawn = np.sort(permute(seeding.key_for(seed, "map"), np.zeros_like(drawn), drawn, num_rows))
-    return drawn
-
-
-def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
-    """Write the map of a file of at least one embedding for Embedding Atlas, a batch at a time.
-
-    Columns: text, id, source, vector (as in the file of embeddings, of its type), x, y (float32).
-
-    Args:
-        path: file to write.
-        texts: `texts.arrow` of the index, with a row for each embedding.
-        embeddings: file of `declutr embed`.
-        note: its note.
-    """
-    plane = fit_plane(rows_of(unit_vectors(embeddings, note), sample_rows(note.rows, PLANE_ROWS)))
-    with pa.memory_map(str(texts)) as source:
-        table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
-        vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
-        fields = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
-        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(plane.share, 6))})
-        start = 0
-        with pq.ParquetWriter(path, schema) as writer:
-            for chunk in finite_vectors(embeddings, note):
-                x, y = plane.place(shaped(chunk.astype(np.float32), Shape(normalise=True))).T
-                vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(chunk)), note.size)
-                columns = table.slice(start, len(chunk)).select(["text", "id", "source"]).columns
-                writer.write_table(pa.Table.from_arrays([*columns, vectors, pa.array(x), pa.array(y)], schema=schema))
-                start += len(chunk)

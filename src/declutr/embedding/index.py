@@ -1,17 +1,14 @@
 """Index of embeddings: a folder with the vectors, the texts, and the encoder that queries need.
 
 Similarity is the cosine of vectors scaled to length 1. A search compares every vector, stored as float32 or int8. A
-hybrid index has the words of its texts too, and the score of a text is then cosine + weight * lexical score.
-`words.arrow` has the words in the order of their code points, each with its number of texts. `postings.arrow` has for
-one word after the other the rows of its texts, ascending, and the word's weights in them.
+hybrid index has the words of its texts too, and the score of a text is then cosine + weight * lexical score. In an
+index of passages a document has the score of its best passage, and is an answer once.
 
 Everything that is read may come from someone else: it is mapped or parsed as data, and checked before use.
 """
 
 import re
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,22 +17,22 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
-from scipy.sparse import csr_matrix
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
-from declutr.common.words import lexical_words
-from declutr.embedding.units import CHUNK_ROWS, Shape, VectorType, mapped, shaped
+from declutr.embedding.note import mapped
+from declutr.embedding.postings import StoredWords, wrong_file
+from declutr.embedding.units import CHUNK_ROWS, Coverage, Shape, VectorType, shaped
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, unit_rows
-from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, query_weights
+from declutr.evaluation.retrieval.lexicon import LexicalKind
 
 INDEX = "index.json"
-VECTORS, TEXTS, WORDS, POSTINGS = "vectors.npy", "texts.arrow", "words.arrow", "postings.arrow"
+VECTORS, TEXTS = "vectors.npy", "texts.arrow"
 SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
 """Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
-_WORDS = pa.schema([("word", pa.large_string()), ("texts", pa.int64())])
-_POSTINGS = pa.schema([("row", pa.int32()), ("weight", pa.float32())])
+PASSAGE_SCHEMA = pa.schema([*SCHEMA, ("line", pa.int64()), ("heading", pa.string())])
+"""The same for an index of passages."""
 _FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")  # no separator: an index has no files elsewhere
 NO_TEXT = "the index holds no text"
 NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
@@ -53,7 +50,7 @@ class Hybrid(Strict):
     """Queries on which the weight was chosen; None if it was given."""
 
 
-class IndexFacts(Strict):
+class IndexFacts(Coverage):
     """Facts about an index, stored in it."""
 
     version: Literal[4] = 4
@@ -71,6 +68,8 @@ class IndexFacts(Strict):
     recall: float | None = None
     """Of earlier versions, which measured what int8 finds; not read."""
     hybrid: Hybrid | None = None
+    passages: bool = False
+    """A row is a passage of a text, not a text."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,11 @@ class Stored:
     """None if the embeddings have no ids."""
     source: str
     text: str
+    """The text, or the passage."""
+    line: int | None = None
+    """Line of the text at which the passage starts, from 1; None for a whole text, as the next one."""
+    heading: str | None = None
+    """Headings above the passage."""
 
 
 _MOST_ALLOCATED_BYTES = 2**24  # a mapped batch that is not compressed allocates nothing
@@ -96,8 +100,9 @@ class StoredTexts:
         UsageError: the file is cut off, altered, or holds something else.
     """
 
-    def __init__(self, path: Path, rows: int) -> None:
+    def __init__(self, path: Path, rows: int, passages: bool = False) -> None:
         self._path, self._checked = path, dict[int, pa.RecordBatch]()
+        schema = PASSAGE_SCHEMA if passages else SCHEMA
         try:
             self._file = pa.ipc.open_file(pa.memory_map(str(path)))
             sizes, before = [], pa.total_allocated_bytes()
@@ -105,12 +110,12 @@ class StoredTexts:
                 batch = self._file.get_batch(number)
                 sizes.append(batch.num_rows)
                 if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
-                    raise _wrong(self._path, "its batches are compressed")
+                    raise wrong_file(self._path, "its batches are compressed")
         except (pa.ArrowException, OSError) as error:
-            raise _wrong(self._path, str(error)) from error
+            raise wrong_file(self._path, str(error)) from error
         # All batches but the last are full, because `at` finds a row by division.
-        if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
-            raise _wrong(self._path, f"not {rows:,} rows of record, text, id and source")
+        if self._file.schema != schema or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
+            raise wrong_file(self._path, f"not {rows:,} rows of {', '.join(schema.names)}")
 
     def at(self, row: int) -> Stored:
         """Text of a row.
@@ -120,12 +125,32 @@ class StoredTexts:
         """
         batch, place = divmod(row, CHUNK_ROWS)
         values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
-        return Stored(row, values["record"], values["id"], values["source"] or "", values["text"] or "")
+        return Stored(row, **values | {name: values[name] or "" for name in ("source", "text")})
 
     def __iter__(self) -> Iterator[str]:
-        """Texts without ids and sources, in the order of the rows."""
+        """Texts with their headings, in the order of the rows."""
         for number in range(self._file.num_record_batches):
-            yield from (text or "" for text in self._batch(number).column("text").to_pylist())
+            batch = self._batch(number)
+            headings = batch.column("heading").to_pylist() if "heading" in batch.schema.names else [None] * len(batch)
+            for text, heading in zip(batch.column("text").to_pylist(), headings, strict=True):
+                yield f"{heading}\n{text or ''}" if heading else text or ""
+
+    def first_rows(self) -> NDArray[np.int64]:
+        """`(documents,)` first row of each document.
+
+        Raises:
+            UsageError: the rows of a document do not follow each other.
+        """
+        columns = [np.empty(0, np.int64)]
+        for number in range(self._file.num_record_batches):
+            column = self._file.get_batch(number).column("record")
+            column.validate()
+            columns.append(column.to_numpy())
+        records = np.concatenate(columns)
+        if (np.diff(records) < 0).any():
+            raise wrong_file(self._path, "its records do not ascend")
+        firsts: NDArray[np.int64] = np.flatnonzero(np.diff(records, prepend=-1))
+        return firsts
 
     def _batch(self, number: int) -> pa.RecordBatch:
         """Batch with checked offsets and UTF-8 texts."""
@@ -134,7 +159,7 @@ class StoredTexts:
             try:
                 batch.validate(full=True)  # offsets beyond the file would end the process
             except pa.ArrowException as error:
-                raise _wrong(self._path, str(error)) from error
+                raise wrong_file(self._path, str(error)) from error
             self._checked[number] = batch
         return self._checked[number]
 
@@ -168,88 +193,6 @@ class StoredVectors:
         return cosines
 
 
-def write_words(folder: Path, texts: Iterable[str], kind: LexicalKind) -> int:
-    """Write the words of texts, read once, to `words.arrow` and `postings.arrow`; return the number of words."""
-    lexicon = Lexicon(texts)
-    words = sorted(lexicon.words)  # `StoredWords` bisects them
-    order = np.array([lexicon.words[word] for word in words], np.int64)
-    ranks = np.empty_like(order)
-    ranks[order] = np.arange(len(order))
-    weights = lexicon.weights(kind)
-    by_word = csr_matrix((weights.data, ranks[weights.indices], weights.indptr), weights.shape).tocsc()
-    counts = lexicon.in_texts.astype(np.int64)[order]
-    _write(folder / WORDS, _WORDS, [pa.array(words, pa.large_string()), pa.array(counts)])
-    rows, values = by_word.indices.astype(np.int32), by_word.data.astype(np.float32)
-    _write(folder / POSTINGS, _POSTINGS, [pa.array(rows), pa.array(values)])
-    return len(words)
-
-
-def _write(path: Path, schema: pa.Schema, columns: list[pa.Array]) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-
-
-class StoredWords:
-    """Words of an index of that many rows.
-
-    Raises:
-        UsageError: a file is cut off, altered, or names texts that the index does not have.
-    """
-
-    def __init__(self, folder: Path, rows: int, kind: LexicalKind) -> None:
-        self._rows, self._kind = rows, kind
-        words, postings = _read_batch(folder / WORDS, _WORDS), _read_batch(folder / POSTINGS, _POSTINGS)
-        self._words = words.column("word")
-        self._counts = words.column("texts").to_numpy()
-        self._texts, self._weights = postings.column("row").to_numpy(), postings.column("weight").to_numpy()
-        self._ends = np.cumsum(self._counts)
-        fits = not len(self._counts) or (self._counts.min() >= 1 and self._counts.max() <= rows)
-        # or a word would be scored with the rows of another
-        if not fits or int(self._counts.sum()) != len(self._texts):
-            raise _wrong(folder / WORDS, "the numbers of texts do not fit")
-        if len(self._texts) and not (self._texts.min() >= 0 and self._texts.max() < rows):
-            raise _wrong(folder / POSTINGS, f"texts beyond the {rows:,} of the index")
-        ascending = self._texts[1:] > self._texts[:-1]
-        ascending[self._ends[:-1] - 1] = True  # the next word starts
-        if not ascending.all() or not np.isfinite(self._weights).all():
-            raise _wrong(folder / POSTINGS, "rows that do not ascend, or weights that are not finite")
-
-    def scores(self, query: str) -> NDArray[np.float32]:
-        """`(rows,)` scores between 0 and 1; all 0 if no text has a word of the query."""
-        scores = np.zeros(self._rows)
-        occurring = [(self._place(word), number) for word, number in Counter(lexical_words(query)).items()]
-        places = np.array([place for place, _ in occurring if place is not None], np.int64)
-        occurrences = np.array([number for place, number in occurring if place is not None], np.float64)
-        weights = query_weights(self._kind, occurrences, self._counts[places].astype(np.float64), self._rows)
-        for place, weight in zip(places.tolist(), weights.tolist(), strict=True):
-            postings = slice(self._ends[place] - self._counts[place], self._ends[place])
-            # ascending rows are distinct, so that none is added once for two
-            scores[self._texts[postings]] += weight * self._weights[postings]
-        return scores.astype(np.float32)
-
-    def _place(self, word: str) -> int | None:
-        place = bisect_left(self._words, word, key=lambda scalar: scalar.as_py())
-        return place if place < len(self._words) and self._words[place].as_py() == word else None
-
-
-def _read_batch(path: Path, schema: pa.Schema) -> pa.RecordBatch:
-    try:
-        file = pa.ipc.open_file(pa.memory_map(str(path)))
-        if file.schema != schema or file.num_record_batches != 1:
-            raise _wrong(path, "other columns or parts")
-        batch = file.get_batch(0)
-        batch.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
-        raise _wrong(path, str(error)) from error
-    if any(column.null_count for column in batch.columns):
-        raise _wrong(path, "values are missing")
-    return batch
-
-
-def _wrong(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
-
-
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
     """Rows of the `top` highest scores `(rows,)`, best first, of equal ones the first rows; all if there are fewer."""
     low = -scores
@@ -260,7 +203,7 @@ def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
     return rows[np.argsort(low[rows], kind="stable")[:top]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hit(Stored):
     """A text that was found."""
 
@@ -283,7 +226,8 @@ class SearchIndex:
 
     def __init__(self, folder: Path, facts: IndexFacts | None = None) -> None:
         self.facts = facts or _checked_facts(folder)
-        self._texts = StoredTexts(folder / TEXTS, self.facts.rows)
+        self._texts = StoredTexts(folder / TEXTS, self.facts.rows, self.facts.passages)
+        self._firsts = self._texts.first_rows() if self.facts.passages else np.arange(self.facts.rows)
         self._vectors = StoredVectors(folder / VECTORS, self.facts.rows, self.facts.size, self.facts.dtype)
         hybrid = self.facts.hybrid
         self._words = StoredWords(folder, self.facts.rows, hybrid.kind) if hybrid else None
@@ -349,12 +293,27 @@ class SearchIndex:
         if not has_words and not lexical.any():
             raise UsageError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
-        rows = best_rows(scores, top)
+        firsts = self._firsts[best_rows(self.by_document(scores), top)]
+        rows = np.array([first + int(scores[first : self._behind(first)].argmax()) for first in firsts], np.int64)
         parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
         return [
             Hit(**vars(text), score=score, cosine=cosine, lexical=None if self._words is None else words)
             for text, (score, cosine, words) in zip(self.texts(rows.tolist()), parts, strict=True)
         ]
+
+    def _behind(self, first: int) -> int:
+        """Row behind those of the document that starts at a row."""
+        document = np.searchsorted(self._firsts, first, side="right")
+        return int(self._firsts[document]) if document < len(self._firsts) else self.facts.rows
+
+    def document(self, row: int) -> int:
+        """Number of the document of a row."""
+        return int(np.searchsorted(self._firsts, row, side="right")) - 1
+
+    def by_document(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        """`(documents,)` scores of their best rows."""
+        best: NDArray[np.float32] = np.maximum.reduceat(scores, self._firsts) if len(scores) else scores
+        return best
 
     def parts(self, vector: NDArray[np.float32], query: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and lexical scores, each `(rows,)`, of a query's vector `(size,)` and its words; 0 without words."""

@@ -25,19 +25,19 @@ from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_file, hash_json, write_text
+from declutr.embedding.note import Note, note_path, read_note
+from declutr.embedding.passages import Cutter
 from declutr.embedding.units import (
+    Coverage,
     EmbedConfig,
     EmbeddingSidecar,
-    Note,
     Shape,
     embed_unit,
     finished,
     identify,
     located,
-    note_path,
     part_schema,
     plan,
-    read_note,
 )
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, missing, precision_of, vectors_fingerprint
 from declutr.pipeline.job.units import Unit
@@ -65,12 +65,14 @@ def embed(
         model: encoder, as `load` takes it.
         inputs: files, folders or globs: text lines, JSONL, Parquet, ..., also compressed.
         output: file to write, with a note next to it: .npy is `(texts, size)` in the order of the inputs; .parquet has
-            the columns row, id if requested, and embedding.
+            the columns row, id if requested, embedding, and of passages start, end, line and heading.
         settings: the others of `EncoderChoice`, `Shape` and `EmbedConfig`: pooling, max_tokens, long_texts, precision,
-            trust_remote_code; dimensions, normalise, dtype; text_field, id_field, format, skip_bad, unit_mib, workers.
+            trust_remote_code; dimensions, normalise, dtype; text_field, id_field, format, passages, headings, skip_bad,
+            unit_mib, workers.
 
     Returns:
-        The note of the output: `rows`, `size` (numbers of an embedding), `skipped` by reason.
+        The note of the output: `rows`, `size` (numbers of an embedding), `skipped` by reason, and how much was read:
+        `texts_cut`, `tokens`, `tokens_read`.
 
     Raises:
         ConfigError: with every problem of the settings.
@@ -132,6 +134,8 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
+    if config.passages:
+        Cutter(encoder)  # its refusal need not wait for a unit
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
     with contextlib.suppress(UsageError):  # a note that is damaged, or without its output, is of no finished job
         if (note := read_note(output)).job == hash_json(identities):
@@ -151,9 +155,12 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
             size=config.shape.dimensions or encoder.size,
             rows=_assemble(folder, sidecars, config, encoder.size),
             skipped=dict(sorted(skipped.items())),
+            **{name: sum(getattr(sidecar, name) for sidecar in sidecars) for name in Coverage.model_fields},
             job=hash_json(identities),
             num_bytes=output.stat().st_size,
         )
+        if sentence := note.sentence():
+            get_logger().warning("%s%s", sentence, "" if config.passages else "; --passages embeds all of a text")
         write_text(note_path(output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
         shutil.rmtree(folder)  # after the note, or a kill would leave neither
     return note

@@ -1,4 +1,4 @@
-"""Settings of `declutr embed`, its units of work, and its output with the note, for reading.
+"""Settings of `declutr embed` and its units of work.
 
 A unit turns texts to one file of embeddings, complete or absent, and a sidecar that marks it as done.
 """
@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from declutr.common.config import Strict, first_problem
+from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
-from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder
+from declutr.embedding.passages import Cutter, Passage
+from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,
@@ -64,6 +64,10 @@ class EmbedConfig(Strict):
     format: Choice = "auto"
     """Format of the inputs; auto detects it from name and content."""
     shape: Shape = Shape()
+    passages: bool = False
+    """A row for each passage that the encoder reads whole, instead of one for the beginning of a text."""
+    headings: bool = False
+    """Put the headings above a passage before it."""
     skip_bad: bool = False
     """Skip and count records that cannot be read; otherwise the first such record stops the job."""
     unit_mib: float | None = Field(default=None, gt=0)
@@ -99,6 +103,10 @@ def plan(config: EmbedConfig) -> list[Unit]:
         problems.append(
             "ids and skipped rows need an --output that ends in .parquet, because .npy has row numbers only"
         )
+    if config.passages and config.output.suffix == ".npy":
+        problems.append("--passages needs an --output that ends in .parquet, which has their places")
+    if config.headings and not config.passages:
+        problems.append("--headings: is for passages; add --passages")
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
     _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
@@ -117,6 +125,8 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision
     """SHA-256 for each unit of its input, the encoder with its precision, and the settings for its embeddings."""
     # Fingerprint and units stand for what is left out, or it decides no number.
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
+    if not config.passages:  # as files of earlier versions were identified
+        settings = {name: value for name, value in settings.items() if name not in ("passages", "headings")}
     settings |= {"precision": precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
     return [
         hash_json([settings, hash_unit(unit), unit.input_state.model_dump() if unit.input_state else None])
@@ -129,7 +139,24 @@ _WINDOW_TEXTS = 8192  # embedded together, so that batches have texts of one len
 _WINDOW_CHARACTERS = 8_000_000  # 8,192 long texts may not fit in memory
 
 
-class EmbeddingSidecar(Strict):
+class Coverage(Strict):
+    """Tokens of the texts and of the parts that were read, without special ones; 0 if the encoder reads any length."""
+
+    texts_cut: int = 0
+    """Texts, or passages, that were longer than the encoder reads."""
+    tokens: int = 0
+    """Tokens of all texts, in passages with their headings."""
+    tokens_read: int = 0
+
+    def sentence(self) -> str:
+        """The share that was read; empty if nothing was cut."""
+        if not self.texts_cut:
+            return ""
+        share = 100 * self.tokens_read / self.tokens
+        return f"{share:.1f}% of {self.tokens:,} tokens were read: {self.texts_cut:,} texts were cut"
+
+
+class EmbeddingSidecar(Coverage):
     """Counts of a unit's records."""
 
     unit: str
@@ -150,10 +177,15 @@ def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
     return FilesCorpus.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
 
 
+PLACES = [("start", pa.int64()), ("end", pa.int64()), ("line", pa.int64()), ("heading", pa.string())]
+"""Columns with the fields of a `Passage`."""
+
+
 def part_schema(size: int, config: EmbedConfig) -> pa.Schema:
-    """Columns of a unit's file: row within the unit, id if requested, embedding."""
+    """Columns of a unit's file: row within the unit, id if requested, place and headings of a passage, embedding."""
     number = pa.from_numpy_dtype(config.shape.dtype)
     names = [("row", pa.int64()), *([("id", pa.string())] if config.id_field else [])]
+    names += PLACES if config.passages else []
     return pa.schema([*names, ("embedding", pa.list_(number, config.shape.dimensions or size))])
 
 
@@ -173,13 +205,15 @@ def embed_unit(
         UsageError: a record cannot be read and is not to be skipped, or an embedding is not finite.
     """
     schema = part_schema(encoder.size, config)
+    cutter = Cutter(encoder, config.headings) if config.passages else None
     skipped: Counter[str] = Counter()
     read = written = seen_bytes = 0
+    counts = np.zeros(3, np.int64)
     with atomic_file(folder / f"{unit.name}.arrow") as aside:
         reader = read_unit(unit, corpus_of(config, config.text_field))
         with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for window in _windows(keyed(unit, reader, config)):
-                rows, ids, texts = [], [], []
+                rows, ids, texts, places = list[int](), list[str](), list[str](), list[Passage]()
                 for record, key in window:
                     if isinstance(record, ReadFailure):
                         if not config.skip_bad:
@@ -189,19 +223,23 @@ def embed_unit(
                             )
                         skipped[record.reason] += 1
                     else:
-                        rows.append(read)
-                        texts.append(record.text.removesuffix("\r"))
-                        ids.append(key or "")
+                        text = record.text.removesuffix("\r")
+                        passages = cutter.passages(text) if cutter else []
+                        places += passages
+                        texts += [passage.of(text) for passage in passages] if cutter else [text]
+                        rows += [read] * (len(texts) - len(rows))
+                        ids += [key or ""] * (len(texts) - len(ids))
                     read += 1
                 written += len(rows)
                 if rows:
-                    values, finite = embed_distinct(encoder, texts, config.shape)
+                    values, finite, tokens = embed_distinct(encoder, texts, config.shape)
+                    counts += [(tokens[:, 0] > tokens[:, 1]).sum(), *tokens.sum(axis=0)]
                     if len(bad := np.flatnonzero(~finite)):
                         raise UsageError(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
-                    writer.write_batch(_batch(schema, rows, ids, values))
+                    writer.write_batch(_batch(schema, rows, ids, places, values))
                 if report is not None:
                     now = reader.bytes_read
                     report(len(texts), now - seen_bytes)
@@ -213,6 +251,9 @@ def embed_unit(
         identity=identity,
         read=read,
         written=written,
+        texts_cut=int(counts[0]),
+        tokens=int(counts[1]),
+        tokens_read=int(counts[2]),
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )
@@ -231,15 +272,21 @@ def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
     return sidecar if whole and sidecar.identity == identity else None
 
 
-def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Embeddings `(len(texts), dimensions)` as written, and whether each is finite; equal texts are embedded once."""
+def embed_distinct(
+    encoder: SentenceEncoder, texts: list[str], shape: Shape
+) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.int64]]:
+    """Embeddings `(len(texts), dimensions)` as written, whether each is finite, and the tokens of `encode_counted`.
+
+    Equal texts are embedded once.
+    """
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
-    rounded = shaped(embeddings := encoder.encode(list(numbers)), shape)
+    embeddings, tokens = encode_counted(encoder, list(numbers))
+    rounded = shaped(embeddings, shape)
     # a finite number may be too large for float16
     checked = rounded if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
     finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(checked), axis=1)
-    return rounded[places], finite[places]
+    return rounded[places], finite[places], tokens[places]
 
 
 def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
@@ -253,10 +300,14 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
         return np.ascontiguousarray(kept, dtype=shape.dtype)
 
 
-def _batch(schema: pa.Schema, rows: list[int], ids: list[str], values: NDArray[Any]) -> pa.RecordBatch:
+def _batch(
+    schema: pa.Schema, rows: list[int], ids: list[str], places: list[Passage], values: NDArray[Any]
+) -> pa.RecordBatch:
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-    columns = [pa.array(rows, pa.int64()), *([pa.array(ids, pa.string())] if "id" in schema.names else []), embedding]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    columns = [pa.array(rows, pa.int64()), *([pa.array(ids, pa.string())] if "id" in schema.names else [])]
+    if "start" in schema.names:
+        columns += [pa.array([getattr(place, name) for place in places], kind) for name, kind in PLACES]
+    return pa.RecordBatch.from_arrays([*columns, embedding], schema=schema)
 
 
 Keyed = tuple[Record, str | None]
@@ -290,99 +341,3 @@ def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
             window, num_characters = [], 0
     if window:
         yield window
-
-
-class Note(Strict):
-    """Origin of a file of embeddings, stored next to it as OUT.json."""
-
-    config: EmbedConfig
-    fingerprint: str
-    """Fingerprint of the encoder and its treatment of long texts."""
-    precision: Precision
-    """Precision of the computation."""
-    size: int
-    """Numbers in an embedding of the file."""
-    rows: int
-    skipped: dict[str, int]
-    """Skipped records that could not be read, by reason."""
-    job: str
-    """SHA-256 of inputs, encoder and settings."""
-    num_bytes: int
-    """Size of the file of embeddings."""
-
-
-def note_path(output: Path) -> Path:
-    """Path of the note of a file of embeddings."""
-    return output.with_name(f"{output.name}.json")
-
-
-def read_note(output: Path) -> Note:
-    """Read the note of a file of embeddings.
-
-    Raises:
-        UsageError: the note is missing, or was written for another file.
-    """
-    path = note_path(output)
-    if not output.is_file():
-        raise UsageError(f"{output}: no such file; name a file that `declutr embed` has written")
-    try:
-        note = Note.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
-        raise UsageError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
-    if output.stat().st_size != note.num_bytes:
-        raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")
-    return note
-
-
-def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
-    """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read.
-
-    Raises:
-        UsageError: the file is cut off, altered, or of another shape or type.
-    """
-    try:
-        vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
-        raise UsageError(f"{path} cannot be read as vectors ({error})") from error
-    if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
-        raise UsageError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
-    return vectors
-
-
-def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
-    """Yield chunks of embeddings, scaled to length 1."""
-    unit = Shape(normalise=True)
-    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
-
-
-def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
-    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
-
-    Raises:
-        UsageError: a number is not finite, or the file has other embeddings than its note says.
-    """
-    start = 0
-    for chunk in _stored(embeddings, note):
-        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
-            raise UsageError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
-        yield chunk
-        start += len(chunk)
-
-
-def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
-    if embeddings.suffix == ".npy":
-        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
-        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
-        return
-    rows = 0
-    try:
-        with pq.ParquetFile(embeddings) as file:
-            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
-                column = batch.column(0)
-                yield column.flatten().to_numpy().reshape(len(column), note.size)
-                rows += len(column)
-    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
-        raise UsageError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
-    if rows != note.rows:
-        raise UsageError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")

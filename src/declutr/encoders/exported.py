@@ -19,12 +19,14 @@ from tokenizers import Tokenizer
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.encoders.protocol import MOST_PROMPT, check_vocabulary, texts_of
+from declutr.encoders.protocol import MOST_PROMPT, Window, check_vocabulary, texts_of, token_counts
 from declutr.trainer.model.behind import ModuleFiles
 from declutr.trainer.model.behind import kind_of as module_kind
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
+_WINDOW_TOKENS = 256
+"""Tokens of a passage for an encoder that reads texts of any length."""
 _BATCH_TOKENS = 256
 """Most tokens of a batch, padding included: its activations stay in the processor's cache."""
 
@@ -80,6 +82,10 @@ class OnnxEncoder:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; 0 for a text without tokens."""
+        return self.encode_counted(texts)[0]
+
+    def encode_counted(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Embeddings, and `(len(texts), 2)` tokens of each text and those of them that were read."""
         texts = texts_of(texts)
         rows = self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
         ids = [row.ids for row in rows]
@@ -88,7 +94,15 @@ class OnnxEncoder:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for batch, vectors in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
                 embeddings[batch] = vectors
-        return embeddings
+        return embeddings, np.array(token_counts(rows, self._tokenizer), np.int64).reshape(-1, 2)
+
+    @property
+    def window(self) -> Window:
+        """What it reads of a text."""
+        engine = Tokenizer.from_str(self._tokenizer.to_str())
+        limit = (engine.truncation or {}).get("max_length", _WINDOW_TOKENS)
+        engine.no_truncation()
+        return Window(engine, limit - len(engine.encode(self.prompt)))
 
     def _embed(self, batch: list[int], ids: list[list[int]]) -> NDArray[np.float32]:
         try:
@@ -168,6 +182,11 @@ class StaticEncoder:
         texts = texts_of(texts)
         chunks = [self._means(texts[start : start + _CHUNK_TEXTS]) for start in range(0, len(texts), _CHUNK_TEXTS)]
         return np.concatenate(chunks) if chunks else np.empty((0, self.size), np.float32)
+
+    @property
+    def window(self) -> Window:
+        """A passage of a usual length, because it reads texts of any length."""
+        return Window(self._tokenizer, _WINDOW_TOKENS)
 
     def _means(self, texts: Sequence[str]) -> NDArray[np.float32]:
         rows = [row.ids for row in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]

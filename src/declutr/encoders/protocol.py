@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from declutr.common.errors import EncoderError, suggest
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand
 from declutr.common.storage import hash_json, read_json
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 Precision = Literal["fp32", "bf16"]
 
@@ -35,6 +38,41 @@ class SentenceEncoder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return embeddings `(len(texts), size)` in the order of the texts; TypeError for one text alone."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What an encoder reads of a text."""
+
+    engine: "Tokenizer"
+    """Its tokenizer, which cuts nothing."""
+    tokens: int
+    """Most tokens of a text, without special ones and those of a prompt."""
+
+
+def window_of(encoder: SentenceEncoder) -> Window | None:
+    """The window of an encoder; None if it has no tokenizer: words alone."""
+    window: Window | None = getattr(getattr(encoder, "whole", encoder), "window", None)
+    return window
+
+
+def encode_counted(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Embeddings `(len(texts), size)`, and `(len(texts), 2)` tokens of each text and those of them that were read.
+
+    Both are 0 for an encoder that reads texts of any length.
+    """
+    if counted := getattr(getattr(encoder, "whole", encoder), "encode_counted", None):
+        embeddings, tokens = counted(texts)
+        return embeddings[:, : encoder.size], tokens
+    return encoder.encode(texts), np.zeros((len(texts), 2), np.int64)
+
+
+def token_counts(rows: Sequence["Encoding"], engine: "Tokenizer") -> list[tuple[int, int]]:
+    """Tokens of each text before and after its cut by a tokenizer, without special ones."""
+    special = engine.num_special_tokens_to_add(is_pair=False)
+    read = [max(0, len(row) - special) for row in rows]
+    rests = [sum(len(rest) - special for rest in row.overflowing) for row in rows]
+    return [(tokens + rest, tokens) for tokens, rest in zip(read, rests, strict=True)]
 
 
 _SHOWN_CHARACTERS = 40
@@ -110,6 +148,10 @@ def no_encoder(folder: Path) -> str | None:
         return f"{folder} is one module of an encoder; name the folder above it: {above}"
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
+    if (folder / "state.json").is_file() and (folder / "candidates").is_dir():
+        if (folder / "encoder").is_dir():
+            return f"{folder} is an adaptation; name its encoder: {folder / 'encoder'}"
+        return f"{folder} is an adaptation without a better encoder; name the encoder that it started from"
     shards = "holds prepared shards, not an encoder" if (folder / "manifest.json").is_file() else "is no encoder"
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 

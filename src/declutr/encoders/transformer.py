@@ -16,7 +16,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.encoders.protocol import LongTexts, Precision, texts_of
+from declutr.encoders.protocol import LongTexts, Precision, Window, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
@@ -107,11 +107,20 @@ class TransformerEncoder:
         A text without any token, which needs a tokenizer without special tokens around a text, has the embedding 0.
         A forward pass has at most `batch_tokens` tokens; None: 2,048 on a CPU, 65,536 on a GPU.
         """
+        return self.encode_counted(texts, batch_tokens)[0]
+
+    def encode_counted(
+        self, texts: Sequence[str], batch_tokens: int | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Embeddings as of `encode`, and `(len(texts), 2)` tokens of each text and those of them that were read.
+
+        Special tokens are not counted; those of a prompt are.
+        """
         texts = texts_of(texts)
         if not texts:
-            return np.empty((0, self.size), np.float32)
+            return np.empty((0, self.size), np.float32), np.empty((0, 2), np.int64)
         size = self.chunk_texts or len(texts)
-        parts, chunks = [], [texts[start : start + size] for start in range(0, len(texts), size)]
+        parts, counts, chunks = [], [], [texts[start : start + size] for start in range(0, len(texts), size)]
         with ThreadPoolExecutor(1) as pool:
             following = pool.submit(self._tokenized, chunks[0])
             for number in range(1, len(chunks) + 1):
@@ -119,7 +128,18 @@ class TransformerEncoder:
                 if number < len(chunks):
                     following = pool.submit(self._tokenized, chunks[number])
                 parts.append(self._of_rows(rows, batch_tokens))
-        return np.concatenate(parts)
+                counts += token_counts(rows, self._engine)
+        tokens = np.array(counts, np.int64)
+        if self.long_texts == "windows":
+            tokens[:, 1] = tokens[:, 0]
+        return np.concatenate(parts), tokens
+
+    @cached_property
+    def window(self) -> Window:
+        """What it reads of a text."""
+        engine = self.engine()
+        engine.no_truncation()
+        return Window(engine, self.max_tokens - len(engine.encode(self.prompt)))
 
     def windows(self, texts: Sequence[str]) -> tuple[list[list[int]], NDArray[np.int64]]:
         """Token ids of texts, special ones included, in consecutive windows of at most `max_tokens`, and their owners.

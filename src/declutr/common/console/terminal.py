@@ -12,9 +12,9 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec, TextIO, cast
+from typing import Any, Literal, NoReturn, ParamSpec, TextIO, cast
 
-from declutr.common.errors import DeclutrError, RunStoppedError
+from declutr.common.errors import DeclutrError, RunStoppedError, suggest
 
 _SWITCHES = {
     "prepare": {
@@ -26,13 +26,35 @@ _SWITCHES = {
 _SUMMARIES = {"prepare": "From a corpus to Arrow shards.", "train": "From shards to a sentence encoder."}
 
 
-def config_parser(section: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser that names the option that an unknown one is nearest to."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as its base does."""
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with a message."""
+        options = [option for option in self._option_string_actions if option not in ("-h", "--help")]
+        words = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
+        for word in words:
+            if not any(option.startswith(word) for option in (*options, "--help")):
+                message += suggest(word, options).replace("; did", f"; {word} is unknown, did")
+                if any(action.metavar == "key=value" for action in self._actions):
+                    message += f"; a setting has no dashes: {word.lstrip('-').replace('-', '_')}=VALUE"
+        super().error(message)
+
+
+def config_parser(section: str) -> Parser:
     """A parser for `CONFIG [key=value ...] [--print-config]`; call `parse_intermixed_args` on it.
 
     Args:
         section: `prepare` or `train`, the name of the command and of its section in the config file.
     """
-    parser = argparse.ArgumentParser(prog=f"declutr {section}", description=_SUMMARIES[section])
+    parser = Parser(prog=f"declutr {section}", description=_SUMMARIES[section])
     parser.add_argument("config", help=f"YAML file with a `{section}` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")

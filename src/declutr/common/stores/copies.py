@@ -4,7 +4,6 @@ Next to a fetched folder FOLDER, `.FOLDER.pulled` lists the files that were fetc
 that it may replace from one that a user created or changed.
 """
 
-import argparse
 import fcntl
 import os
 import stat
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger, setup_logging
-from declutr.common.console.terminal import answered, excerpt
+from declutr.common.console.terminal import Parser, answered, excerpt
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.paths import expand
 from declutr.common.storage import (
@@ -131,9 +130,7 @@ def _replaceable(local: Path, mark: Path, available: Mapping[str, FileRecord | N
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `copy FROM TO`; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="declutr copy", description="Copy a folder to an object store or from there, with checksums."
-    )
+    parser = Parser(prog="declutr copy", description="Copy a folder to an object store or from there, with checksums.")
     address = "a folder, or an address: s3://..., gs://... or another protocol of fsspec"
     parser.add_argument("source", metavar="FROM", help=address)
     parser.add_argument("target", metavar="TO", help=f"{address}; a folder is new, or the unchanged copy of before")

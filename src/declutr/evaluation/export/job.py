@@ -162,7 +162,7 @@ _TEXTS = 512
 _LEAST_COSINE = 0.9999
 
 
-def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[str, Any]:
+def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[str, Any]:
     """Write the folder with its measurement and its card; return the measurement.
 
     Args:

@@ -1,0 +1,118 @@
+"""The output of `declutr embed` with its note, for reading."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from declutr.common.config import first_problem
+from declutr.common.errors import UsageError
+from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig, Shape, shaped
+from declutr.encoders.protocol import Precision
+
+
+class Note(Coverage):
+    """Origin of a file of embeddings, stored next to it as OUT.json."""
+
+    config: EmbedConfig
+    fingerprint: str
+    """Fingerprint of the encoder and its treatment of long texts."""
+    precision: Precision
+    """Precision of the computation."""
+    size: int
+    """Numbers in an embedding of the file."""
+    rows: int
+    skipped: dict[str, int]
+    """Skipped records that could not be read, by reason."""
+    job: str
+    """SHA-256 of inputs, encoder and settings."""
+    num_bytes: int
+    """Size of the file of embeddings."""
+
+
+def note_path(output: Path) -> Path:
+    """Path of the note of a file of embeddings."""
+    return output.with_name(f"{output.name}.json")
+
+
+def read_note(output: Path) -> Note:
+    """Read the note of a file of embeddings.
+
+    Raises:
+        UsageError: the note is missing, or was written for another file.
+    """
+    path = note_path(output)
+    if not output.is_file():
+        what = "is a folder" if output.is_dir() else "no such file"
+        raise UsageError(
+            f"{output}: {what}; name a file of embeddings: declutr embed MODEL INPUT --output FILE.parquet"
+        )
+    try:
+        note = Note.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
+        raise UsageError(
+            f"{output}: has no note {path.name} of `declutr embed` next to it ({why}); if it holds texts, embed them "
+            f"first: declutr embed MODEL {output} --output FILE.parquet"
+        ) from error
+    if output.stat().st_size != note.num_bytes:
+        raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")
+    return note
+
+
+def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
+    """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read.
+
+    Raises:
+        UsageError: the file is cut off, altered, or of another shape or type.
+    """
+    try:
+        vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
+        raise UsageError(f"{path} cannot be read as vectors ({error})") from error
+    if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
+        raise UsageError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
+    return vectors
+
+
+def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
+    """Yield chunks of embeddings, scaled to length 1."""
+    unit = Shape(normalise=True)
+    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
+
+
+def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
+
+    Raises:
+        UsageError: a number is not finite, or the file has other embeddings than its note says.
+    """
+    start = 0
+    for chunk in _stored(embeddings, note):
+        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
+            raise UsageError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
+        yield chunk
+        start += len(chunk)
+
+
+def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    if embeddings.suffix == ".npy":
+        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
+        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
+        return
+    rows = 0
+    try:
+        with pq.ParquetFile(embeddings) as file:
+            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
+                column = batch.column(0)
+                yield column.flatten().to_numpy().reshape(len(column), note.size)
+                rows += len(column)
+    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
+        raise UsageError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
+    if rows != note.rows:
+        raise UsageError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")

@@ -1,0 +1,302 @@
+"""Long texts read whole: passages that fit the encoder, their places and headings, and a search by document."""
+
+import json
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+from textwrap import wrap
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from folders import encoder_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from messages import all_of, says
+from officefiles import docx, paragraph, pdf, shown
+from processes import environment
+from waiting import until
+
+import declutr
+from declutr.cli.main import main
+from declutr.embedding.index import SearchIndex
+from declutr.embedding.note import read_note
+from declutr.embedding.passages import Cutter
+from declutr.encoders.loading import load_encoder
+
+PAGE = """# Engines
+
+An engine turns heat to work. It has cylinders. Each of them has a piston.
+
+## Cooling
+
+Water takes the heat away. A pump moves it. Without the pump the engine breaks.
+
+```
+# no heading, but a comment
+```
+
+Parts
+=====
+
+The radiator gives heat to the air.
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(encoder_folder(tmp_path_factory.mktemp("encoder") / "tiny"))
+
+
+@pytest.fixture(scope="module", params=["bert", "roberta"])
+def encoder(request, tmp_path_factory):
+    return load_encoder(encoder_folder(tmp_path_factory.mktemp("encoder") / "tiny", family=request.param))
+
+
+def parts(encoder, text, headings=False):
+    return Cutter(encoder, headings).passages(text)
+
+
+def letters(text):
+    return "".join(text.split())
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["# A\n", "\n\n", "\n", ". ", "word ", "longerword", "。", "é", "\r\n", "```\n", "x\n===\n", "\0"]
+        ),
+        max_size=80,
+    ).map("".join)
+)
+@pytest.mark.parametrize("headings", [False, True])
+def test_passages_hold_the_whole_text_in_order_and_name_their_lines(encoder, headings, text):
+    passages = parts(encoder, text, headings)
+    assert letters("".join(text[passage.start : passage.end] for passage in passages)) == letters(text)
+    assert all(first.end <= second.start for first, second in pairwise(passages))
+    assert [passage.line for passage in passages] == [1 + text.count("\n", 0, passage.start) for passage in passages]
+    _, tokens = encoder.encode_counted([passage.of(text) for passage in passages])
+    assert (tokens[:, 0] == tokens[:, 1]).all()
+
+
+def test_a_passage_ends_at_the_strongest_break_of_its_second_half(encoder):
+    words = " ".join(["word"] * 9)
+    for text, end in (
+        (f"{words}\n\nmore. words {words}", words),
+        (f"{words}. more words {words}", f"{words}."),
+        (f"{words}\nmore words {words}", words),
+        (f"{words}\n# Next\n{words}", words),
+    ):
+        first = parts(encoder, text)[0]
+        assert text[: first.end] == end
+
+
+def test_headings_are_those_above_and_comments_of_code_are_none(encoder):
+    cutter = Cutter(encoder, headings=True)
+    cutter._limit = 80  # tokens, of which many are letters
+    above = [(PAGE[passage.start : passage.end].split("\n")[0], passage.heading) for passage in cutter.passages(PAGE)]
+    assert above[0] == ("# Engines", "")
+    assert ("## Cooling", "Engines") in above
+    assert ("Parts", "") in above
+    assert {heading for _, heading in above} == {"", "Engines", "Engines > Cooling"}
+
+
+def write_pages(folder):
+    folder.mkdir()
+    (folder / "engine.md").write_text(PAGE)
+    filler = "\n\n".join(f"Sentence {number} tells of boats and harbours." for number in range(60))
+    (folder / "boats.md").write_text(f"{filler}\n\nThe zeppelin lands at noon.\n\n{filler}")
+
+
+def made(tmp_path, model, *more):
+    output = tmp_path / "pages.parquet"
+    if not (tmp_path / "pages").exists():
+        write_pages(tmp_path / "pages")
+    assert main(["embed", model, str(tmp_path / "pages"), "--output", str(output), *more]) == 0
+    return output
+
+
+def test_embed_says_what_it_read_and_passages_read_everything(tmp_path, model, capsys):
+    output = made(tmp_path, model)
+    note = read_note(output)
+    assert (note.rows, note.texts_cut) == (2, 2)
+    assert 0 < note.tokens_read == 2 * 18 < note.tokens
+    shown = capsys.readouterr()
+    says(shown.out, f"tokens read: 36 of {note.tokens:,}", "texts cut: 2")
+    says(shown.err, "2 texts were cut", "--passages")
+    whole = read_note(made(tmp_path, model, "--passages"))
+    assert (whole.texts_cut, whole.tokens_read) == (0, whole.tokens)
+    assert abs(whole.tokens - note.tokens) < 0.2 * note.tokens
+    table = pq.read_table(output)
+    assert table.column_names == ["row", "start", "end", "line", "heading", "embedding"]
+    assert table.num_rows == whole.rows > 20
+
+
+@pytest.mark.parametrize("hybrid", [(), ("--hybrid", "--lexical", "bm25")])
+def test_a_search_names_each_document_once_with_its_best_passage(tmp_path, model, hybrid, capsys):
+    output = made(tmp_path, model, "--passages", "--headings", "--unit-mib", "0.0001")
+    assert main(["index", str(output), "--output", str(tmp_path / "index"), *hybrid]) == 0
+    says(capsys.readouterr().out, "passages", "index")
+    index = SearchIndex(tmp_path / "index")
+    encoder = load_encoder(model)
+    texts = [index.texts([row])[0] for row in range(index.facts.rows)]
+    for text in texts:
+        source = (tmp_path / "pages" / text.source).read_text()
+        assert text.text in source
+        assert text.text.split("\n")[0] in source.splitlines()[text.line - 1]
+    for query in ("zeppelin", "engine pump"):
+        hits = index.search(encoder, query)
+        assert len(hits) == 2
+        for hit in hits:
+            of_document = [row for row, text in enumerate(texts) if text.source == hit.source]
+            cosines, lexical = index.parts(index.embed(encoder, query), query)
+            assert hit.row == max(of_document, key=lambda row: cosines[row] + index.weight * lexical[row])
+    assert main(["search", str(tmp_path / "index"), "zeppelin"]) == 0
+    shown = capsys.readouterr().out
+    if hybrid:
+        says(shown, "boats.md line 121", "The zeppelin")
+        assert shown.index("boats.md") < shown.index("engine.md")
+    assert shown.count("boats.md") == shown.count("engine.md") == 1
+
+
+def test_a_weight_is_chosen_on_documents_not_on_passages(tmp_path, model):
+    rows = [{"id": f"d{number}", "text": f"number{number} " * 40} for number in range(40)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"query": f"number{number}", "id": f"d{number}"} for number in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    output = tmp_path / "out.parquet"
+    declutr.embed(model, tmp_path / "in.jsonl", output, passages=True, id_field="id")
+    built = declutr.index(output, tmp_path / "index", hybrid=True, pairs=tmp_path / "pairs.jsonl")
+    assert built.facts.rows > 80
+    assert built.choice.values["words alone"].mean() == 1
+    assert declutr.search(tmp_path / "index", "number7", top=1)[0].id == "d7"
+
+
+def test_what_passages_need_is_said_at_once(tmp_path, model, capsys):
+    write_pages(tmp_path / "pages")
+    for encoder, output, more, words in (
+        (model, "a.npy", ["--passages"], ("--passages", ".parquet")),
+        (model, "a.parquet", ["--headings"], ("--headings", "--passages")),
+        ("hashed-words:8", "a.parquet", ["--passages"], ("hashed-words:8", "--passages", "omit")),
+    ):
+        assert main(["embed", encoder, str(tmp_path / "pages"), "--output", str(tmp_path / output), *more]) == 1
+        says(capsys.readouterr().err, *words)
+        assert [path.name for path in tmp_path.iterdir()] == ["pages"]
+
+
+def test_an_index_of_passages_that_was_altered_is_refused(tmp_path, model):
+    output = made(tmp_path, model, "--passages")
+    table = pq.read_table(output)
+    note = read_note(output)
+    pq.write_table(table.slice(1).drop_columns(["line"]), output)
+    path = output.with_name(f"{output.name}.json")
+    path.write_text(note.model_copy(update={"num_bytes": output.stat().st_size}).model_dump_json())
+    with pytest.raises(declutr.UsageError, match=all_of("pages.parquet", "embed again")):
+        declutr.index(output, tmp_path / "index")
+
+
+def test_a_searcher_answers_threads_and_refuses_what_the_command_refuses(tmp_path, model):
+    from concurrent.futures import ThreadPoolExecutor
+
+    output = made(tmp_path, model, "--passages")
+    declutr.index(output, tmp_path / "index", hybrid=True, weight=2.0)
+    searcher = declutr.Searcher(tmp_path / "index")
+    assert searcher.weight == 2
+    alone = [searcher.search(query, 1) for query in ("pump", "harbours")]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda query: searcher.search(query, 1), ["pump", "harbours"] * 8)) == alone * 8
+    assert declutr.search(tmp_path / "index", "pump", 1, weight=2.0) == alone[0]
+    for call, words in (
+        (lambda: searcher.search("pump", 0), ("top = 0", "1")),
+        (lambda: searcher.search(" "), ("empty",)),
+        (lambda: declutr.Searcher(tmp_path / "nowhere"), ("nowhere", "declutr index")),
+        (lambda: declutr.Searcher(tmp_path / "index", model="hashed-words:8"), ("hashed-words:8", "different vectors")),
+        (lambda: declutr.index(output, tmp_path / "b", weight=1), ("--weight", "--hybrid")),
+        (lambda: declutr.index(output, tmp_path / "b", hybrid=True, weight=101), ("101", "100")),
+        (lambda: declutr.index(tmp_path / "pages", tmp_path / "b"), ("is a folder", "declutr embed")),
+        (lambda: declutr.evaluate(model), ("data", "pairs")),
+        (lambda: declutr.evaluate(model, pair="x"), ("pair: unknown key", "pairs")),
+        (lambda: declutr.evaluate(model, data="x", protocol="y"), ("protocol", "senteval")),
+        (lambda: declutr.export(model, tmp_path / "b", to="x"), ("to = 'x'", "onnx")),
+    ):
+        with pytest.raises(declutr.DeclutrError, match=all_of(*words)):
+            call()
+
+
+def test_evaluate_in_python_returns_what_the_command_writes(tmp_path, model, capsys):
+    pairs = [{"query": f"boat {number}", "text": f"A boat with the number {number}."} for number in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    figures = declutr.evaluate(model, pairs=tmp_path / "pairs.jsonl", output=tmp_path / "scores")
+    assert figures == {"pairs": json.loads((tmp_path / "scores" / "pairs.json").read_text())}
+    says(capsys.readouterr().out, "BM25")
+
+
+def test_tokens_are_counted_without_special_ones(model):
+    encoder = load_encoder(model)
+    embeddings, tokens = encoder.encode_counted(["word " * 50, "", "word"])
+    assert tokens.tolist() == [[52, 18], [0, 0], [2, 2]]
+    np.testing.assert_array_equal(embeddings, encoder.encode(["word " * 50, "", "word"]))
+    whole = load_encoder(model, long_texts="windows").encode_counted(["word " * 50])[1]
+    assert whole.tolist() == [[52, 52]]
+    assert encoder.encode_counted([])[1].shape == (0, 2)
+
+
+def answers_at(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_service_of_the_guide_answers_a_request_and_again_after_a_restart(tmp_path, model):
+    declutr.index(made(tmp_path, model, "--passages"), tmp_path / "index", hybrid=True)
+    page = (Path(declutr.__file__).parents[2] / "docs" / "guides" / "search.md").read_text()
+    (tmp_path / "service.py").write_text(page.split("```python\n")[1].split("```")[0])
+    answers = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "flask", "--app", "service", "run", "--port", str(port)]
+        with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL) as service:
+            try:
+                address = f"http://127.0.0.1:{port}/search?q="
+                until(lambda port=port: answers_at(port), "the service")
+                answers.append(json.load(urllib.request.urlopen(f"{address}zeppelin&top=1")))
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(address)
+                says(json.load(refused.value)["error"], "query is empty")
+            finally:
+                service.terminate()
+    assert answers[0] == answers[1]
+    assert [(hit["source"], hit["line"]) for hit in answers[0]] == [("boats.md", 121)]
+
+
+def test_630_documents_of_six_kinds_are_found_from_python(tmp_path, model):
+    (tmp_path / "in").mkdir()
+    for number in range(630):
+        kind = ("md", "html", "txt", "csv", "docx", "pdf")[number % 6]
+        title, body = f"Machine {number}", f"The lever n{number} opens the valve. " + "It is of brass. " * 12
+        lines = wrap(body, 60)
+        data = {
+            "md": f"# {title}\n\n{body}",
+            "html": f"<!doctype html><title>t</title><h1>{title}</h1><p>{body}</p>",
+            "txt": f"{title}\n\n{body}",
+            "csv": f'text\n"{title}. {body}"\n',
+            "docx": docx(paragraph(title, "Titel"), paragraph(body)),
+            "pdf": pdf(shown((20, 750, title), *((9, 700 - 12 * row, line) for row, line in enumerate(lines)))),
+        }[kind]
+        (tmp_path / "in" / f"{number:03d}.{kind}").write_bytes(data if isinstance(data, bytes) else data.encode())
+    settings = {"passages": True, "headings": True, "format": "auto_text_file", "workers": 0}
+    note = declutr.embed(model, tmp_path / "in", tmp_path / "in.parquet", **settings)
+    assert (note.skipped, note.texts_cut) == ({}, 0)
+    built = declutr.index(tmp_path / "in.parquet", tmp_path / "index", hybrid=True, weight=100)
+    assert built.facts.rows == note.rows > 630
+    searcher = declutr.Searcher(tmp_path / "index")
+    assert len({hit.record for hit in searcher.search("brass", top=1000)}) == 630
+    for number in range(0, 630, 35):
+        (hit,) = searcher.search(f"n{number}", top=1)
+        assert hit.source.startswith(f"{number:03d}.")
