@@ -26,7 +26,7 @@ def test_the_notebook_and_the_page_run_in_one_session_and_leave_the_process_as_i
     folder = tmp_path_factory.mktemp("py")  # short, for the sockets of Ray
     runs.write_corpus(folder / "documents.jsonl", documents=12, words=(200, 300))
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 8
     script = "\n".join(
         [
             f"import os, signal\nbefore = [signal.getsignal(number) for number in {NUMBERS}], os.getpid()",
