@@ -72,7 +72,7 @@ class Cutter:
     def passages(self, text: str) -> list[Passage]:
         """Passages of a text in their order; one without characters for a text without tokens."""
         outline = list(_outline(text))
-        above = outline if self._headings else []
+        above = _Above(outline if self._headings else [])
         passages, line, counted = list[Passage](), 1, 0
         for first, last in _blocks(text):
             for start, end, heading in self._cut(text[first:last], first, [place for place, _, _ in outline], above):
@@ -81,9 +81,7 @@ class Cutter:
                 passages.append(Passage(start, end, line, heading))
         return passages or [Passage(0, 0, 1, "")]
 
-    def _cut(
-        self, block: str, offset: int, starts: list[int], above: list[tuple[int, int, str]]
-    ) -> Iterator[tuple[int, int, str]]:
+    def _cut(self, block: str, offset: int, starts: list[int], above: "_Above") -> Iterator[tuple[int, int, str]]:
         """First character, character behind the last, and headings of each passage of a block of a text."""
         encoding = self._window.engine.encode(block, add_special_tokens=False)
         if not len(encoding):
@@ -93,26 +91,38 @@ class Cutter:
         first = 0
         while first < len(places):
             begin = _skip_space(block, int(places[first, 0]) if first else 0)
-            heading, used = self._heading(above, offset + begin)
+            heading, used = self._heading(above.path(offset + begin))
             first = _end(breaks, first, self._limit - used)
             part = block[begin : places[first, 0] if first < len(places) else len(block)].rstrip()
             if part:
                 yield offset + begin, offset + begin + len(part), heading
 
-    def _heading(self, above: list[tuple[int, int, str]], place: int) -> tuple[str, int]:
-        """Headings above a character, without the outermost ones that do not fit, and their number of tokens."""
-        path: list[tuple[int, str]] = []
-        for start, level, title in above:
-            if start > place:
-                break
-            path = [(depth, name) for depth, name in path if depth < level]
-            path += [(level, title)] if start < place else []  # its own heading is in the passage
+    def _heading(self, path: list[str]) -> tuple[str, int]:
+        """The headings that fit, without the outermost ones, and their number of tokens."""
         for number in range(len(path)):
-            heading = " > ".join(name for _, name in path[number:])
+            heading = " > ".join(path[number:])
             used = len(self._window.engine.encode(heading, add_special_tokens=False)) + 1
             if 4 * used <= self._limit:
                 return heading, used
         return "", 0
+
+
+class _Above:
+    """Headings above characters that ascend, from an outline, each of whose headings is looked at once."""
+
+    def __init__(self, outline: list[tuple[int, int, str]]) -> None:
+        self._outline, self._next, self._path = outline, 0, list[tuple[int, str]]()
+
+    def path(self, place: int) -> list[str]:
+        """Titles above a character, from the outermost; a heading that starts there is part of its passage."""
+        while self._next < len(self._outline) and self._outline[self._next][0] <= place:
+            start, level, title = self._outline[self._next]
+            self._path = [(depth, name) for depth, name in self._path if depth < level]
+            if start == place:
+                break  # it is above what follows
+            self._path.append((level, title))
+            self._next += 1
+        return [name for _, name in self._path]
 
 
 def _outline(text: str) -> Iterator[tuple[int, int, str]]:
