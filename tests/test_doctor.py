@@ -68,7 +68,7 @@ def test_a_run_that_train_refuses_fails(tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", train=values)
     assert main(["doctor", str(config)]) == 1
     shown = capsys.readouterr().out
-    says(shown, "FAIL  configuration: ", "no manifest.json")
+    says(shown, "FAIL  configuration: ", "nothing: no such folder")
     says(shown, "-> correct the setting")
 
 

@@ -322,7 +322,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("40 tokens", "64")),
         (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("none of 30", "limit is 128", "join")),
-        (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "matches no file")),
+        (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "no such file")),
         (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),
         (encoder, "docs", {}, ("--output", "holds long.jsonl", "new folder")),
         (encoder, "docs/out", {}, ("--output", "in the corpus", "elsewhere")),

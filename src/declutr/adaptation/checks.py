@@ -1,5 +1,6 @@
 """Checks of `declutr adapt` before any work, and messages of its preparation in the words of its options."""
 
+import glob
 import logging
 import re
 from collections import Counter
@@ -19,7 +20,6 @@ from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.prepare import problems as preparation_problems
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.shards.ledger import Counts
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
@@ -119,6 +119,8 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
         if others:
             yield f"--output {output}: holds {excerpt(others)}, not an adaptation; name a new folder"
     for path in (Path(path).resolve() for path in config.corpus if "://" not in path):
+        if not path.exists() and not glob.has_magic(str(path)):
+            yield f"CORPUS: {path}: no such file or folder"
         if output.resolve().is_relative_to(path):
             yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
 
@@ -135,6 +137,8 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Retrieval
     if (output / ENCODER).exists() and not (output / STATE).is_file():
         problems.append(f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder")
     if not problems:  # the corpus is read with the encoder's tokenizer
+        from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
+
         problems += map(as_options, preparation_problems(config.prepare_config(output / "data", address)))
     if config.pairs is not None:
         try:
