@@ -277,7 +277,7 @@ def test_page_needs_no_shards_and_names_the_reason(two, tmp_path, data, message)
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a", "missing"], "missing: is no run"),
+        (["a", "missing"], "missing: no such folder"),
         (["a", "a"], "a: is named twice"),
         (["a", "damaged/../a"], "a: is named twice"),
         (["a"] * 9, "9 runs: a page compares at most 8"),

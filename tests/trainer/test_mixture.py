@@ -178,7 +178,7 @@ def test_all_problems_of_the_places_are_listed_at_once(corpora, tmp_path, capsys
     data.append({"path": "x", "wieght": 2})
     said = refused(tmp_path, capsys, data)
     says(said, "data.0.weight = -1")
-    says(said, "data.1.path", "not prepared")
+    says(said, "data.1.path", "no such folder")
     says(said, "data.2.wieght", "unknown key")
     says(said, "data.2.weight", "missing")
 
