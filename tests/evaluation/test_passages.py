@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from folders import encoder_folder
@@ -23,7 +24,7 @@ from waiting import until
 
 import declutr
 from declutr.cli.main import main
-from declutr.embedding.index import SearchIndex
+from declutr.embedding.index import SearchIndex, StoredTexts
 from declutr.embedding.note import read_note
 from declutr.embedding.passages import Cutter
 from declutr.encoders.loading import load_encoder
@@ -198,6 +199,18 @@ def test_an_index_of_passages_that_was_altered_is_refused(tmp_path, model):
     path.write_text(note.model_copy(update={"num_bytes": output.stat().st_size}).model_dump_json())
     with pytest.raises(declutr.UsageError, match=all_of("pages.parquet", "embed again")):
         declutr.index(output, tmp_path / "index")
+
+
+@pytest.mark.parametrize("records", [[None], [-1], [5, 0]])
+def test_records_of_passages_that_were_altered_are_refused(tmp_path, model, records):
+    declutr.index(made(tmp_path, model, "--passages"), tmp_path / "index")
+    path = tmp_path / "index" / "texts.arrow"
+    table = pa.ipc.open_file(path.read_bytes()).read_all()
+    altered = pa.array([*records, *table["record"].to_pylist()[len(records) :]], pa.int64())
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.set_column(0, table.schema.field(0), altered))
+    with pytest.raises(declutr.UsageError, match=all_of("texts.arrow", "build the index again")):
+        StoredTexts(path, table.num_rows, passages=True).first_rows()
 
 
 def test_a_searcher_answers_threads_and_refuses_what_the_command_refuses(tmp_path, model):

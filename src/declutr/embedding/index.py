@@ -139,16 +139,19 @@ class StoredTexts:
         """`(documents,)` first row of each document.
 
         Raises:
-            UsageError: the rows of a document do not follow each other.
+            UsageError: numbers of documents are missing or altered, or the rows of one do not follow each other.
         """
         columns = [np.empty(0, np.int64)]
         for number in range(self._file.num_record_batches):
             column = self._file.get_batch(number).column("record")
-            column.validate()
-            columns.append(column.to_numpy())
+            try:
+                column.validate()
+                columns.append(column.to_numpy())  # refuses nulls
+            except pa.ArrowException as error:
+                raise wrong_file(self._path, str(error)) from error
         records = np.concatenate(columns)
-        if (np.diff(records) < 0).any():
-            raise wrong_file(self._path, "its records do not ascend")
+        if (np.diff(records, prepend=0) < 0).any():
+            raise wrong_file(self._path, "its records do not ascend from 0")
         firsts: NDArray[np.int64] = np.flatnonzero(np.diff(records, prepend=-1))
         return firsts
 
