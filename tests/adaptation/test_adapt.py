@@ -34,7 +34,7 @@ from declutr.adaptation.passages import _select, held_out_documents, make_passag
 from declutr.cli.main import main
 from declutr.common.bootstrap import grouped
 from declutr.common.config import validated
-from declutr.common.errors import ConfigError, UsageError
+from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.common.paths import listed
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
@@ -191,18 +191,6 @@ def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(en
     assert layer == pytest.approx(whitening(WithinSums.of(rows, found.owners)), rel=1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
-def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
-    documents = corpus(tmp_path / "documents.jsonl", 30)
-    result = adapt(encoder, documents, tmp_path / "adapted")
-    assert result.verdict.outcome == "too few documents to tell"
-    assert result.verdict.comparison.rows == 30
-    says(result.sentence, "five fits, each on four fifths", "one fit on all of them")
-    assert not (tmp_path / "adapted" / "encoder").exists()
-
-
 def strict_json(path):
     """JSON as the standard has it, without NaN."""
 
@@ -336,6 +324,16 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     assert (tmp_path / "mine" / "encoder" / "config.json").is_file()
 
 
+def test_an_output_of_adapt_is_no_encoder_but_may_hold_one(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(EncoderError, match="adaptation without a better encoder"):
+        load_encoder(tmp_path)
+    (tmp_path / "encoder").mkdir()
+    with pytest.raises(EncoderError, match=f"name its encoder: {tmp_path}/encoder"):
+        load_encoder(tmp_path)
+
+
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
     output = tmp_path / "pairs.csv" / "out"
@@ -382,13 +380,6 @@ def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(e
     with pytest.raises(UsageError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
         adapt(folder, tmp_path / "docs.jsonl", tmp_path / "out")
     assert not (tmp_path / "out" / "data").exists()
-
-
-@pytest.mark.parametrize(("option", "told"), [("--minutes", "minutes = 0.0: "), ("--seed", "seed = -1: ")])
-def test_adapt_refuses_a_poor_setting(tmp_path, capsys, option, told):
-    value = "0" if option == "--minutes" else "-1"
-    assert main(["adapt", "x", str(tmp_path), "--output", str(tmp_path / "out"), option, value]) == 1
-    assert f"- {told}" in capsys.readouterr().err
 
 
 def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):

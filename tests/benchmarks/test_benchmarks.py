@@ -4,7 +4,6 @@ import gzip
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import torch
 from messages import all_of, says
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, embed, prepare, record, step, workload
+from benchmarks import batch, embed, record, step, workload
 from benchmarks.adapt import main
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import repeat
 from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
 from declutr.trainer.model import attention as kernels
@@ -99,25 +97,6 @@ def test_the_order_of_a_billion_runs_backwards():
     assert not np.array_equal(permute(8, epochs, images, size, inverse=True), items)
 
 
-@pytest.mark.nightly
-def test_needs_neither_ray_nor_data(tmp_path):
-    """A whole run in an empty folder, without Ray and sentence-transformers."""
-    code = (
-        "import sys; sys.modules['ray'] = sys.modules['sentence_transformers'] = None\n"
-        "import benchmarks.step as step, benchmarks.batch\n"
-        "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
-        f"step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True
-    )
-    assert child.returncode == 0, child.stderr.decode()
-    found = json.loads(child.stdout)
-    assert found["hardware"]["cores"] >= 1
-    assert found["ratio_vs_sentence_transformers"] is None
-    assert "not importable" in found["sentence_transformers"]["reason"]
-
-
 @pytest.mark.parametrize(("pairs", "labels"), [(False, [NO_LABEL]), (True, [NO_LABEL, 0, 1, 2])])
 def test_rows_have_the_lengths_of_real_texts(pairs, labels):
     rows = workload.text_rows(2, 400, pairs, 1000, seed=1)
@@ -191,20 +170,6 @@ def documents(tmp_path):
             stream.writelines(json.dumps({"text": text}) + "\n" for text in part)
     train_tokenizer([" ".join(words)], 400).save_pretrained(str(tmp_path / "tokenizer"))
     return ["--corpus", str(tmp_path / "*.jsonl.gz"), "--tokenizer", str(tmp_path / "tokenizer"), "--max-tokens", "64"]
-
-
-@pytest.mark.ray
-@pytest.mark.nightly
-@pytest.mark.usefixtures("session", "documents")
-def test_both_sides_of_prepare_keep_the_same_documents(tmp_path):
-    pytest.importorskip("datasets")
-    options, folder = Namespace(max_tokens=64, workers=1), str(tmp_path / "tokenizer")
-    settings = {"paths": sorted(map(str, tmp_path.glob("*.gz"))), "tokenizer": folder, "workers": 1, "min_tokens": 256}
-    settings["prefix"] = BatchTokenizer.load(Path(folder)).prefix
-    manifest = prepare.time_prepare(options, settings, tmp_path / "out")[1]
-    (other,) = prepare.at_once(prepare.datasets, [settings], tmp_path / "cache")
-    assert manifest.dropped["duplicate"] == 1
-    assert (other["documents"], other["tokens"]) == (manifest.totals["kept"], manifest.totals["num_tokens"])
 
 
 @pytest.mark.nightly

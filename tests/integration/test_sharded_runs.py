@@ -54,15 +54,6 @@ def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
         assert hash_file(run / name) == hash_file(sharded / name), name
 
 
-def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
-    alone = runs.cut(sharded, tmp_path / "alone", last=6)
-    train(config_of(data, alone, workers=0, sharded=False))
-    assert_close(alone, finished / "run")
-    together = runs.cut(finished / "run", tmp_path / "together", last=6)
-    train(config_of(data, together, workers=2, sharded=True))
-    assert_close(together, finished / "run")
-
-
 def trained(data, run, workers):
     scaling = {"num_workers": workers, "elastic_determinism": True}
     kept = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 2}

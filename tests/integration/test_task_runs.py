@@ -14,7 +14,6 @@ from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
 from tinyruns import problems
 
-from declutr.cli.main import main
 from declutr.common.errors import ConfigError
 from declutr.common.storage import hash_file
 from declutr.encoders.loading import load_encoder
@@ -89,27 +88,6 @@ def all_tasks(prepared, run, task_schedule, **settings):
     tasks = tasks_of(prepared, pairs={"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5})
     settings |= tasks | {"steps": 12, "checkpoint": {"every_steps": 4, "keep_last": 3}, "task_schedule": task_schedule}
     return values_of(prepared, run, SCD, **settings)
-
-
-@pytest.mark.nightly
-def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, capsys):
-    """This process alone, from step 4 three workers, from step 8 two; compared with this process throughout."""
-    run = finished = tmp_path / "whole"
-    train(TrainConfig.model_validate(all_tasks(prepared, finished, "joint")))
-    for workers, done in ((3, 4), (2, 8)):
-        run = runs.cut(run, tmp_path / str(workers), done)
-        values = all_tasks(prepared, run, "joint", scaling={"num_workers": workers})
-        train(TrainConfig.model_validate(values))
-        _, state = find_latest(run / "checkpoints")
-        assert (state.step, state.world_size) == (12, workers)
-    actual, expected = runs.steps_of(run), runs.steps_of(finished)
-    assert list(actual) == list(range(1, 13))
-    for step, line in expected.items():
-        for name in ("batch_digest", *(f"{task}_batch_digest" for task in BRANCHES)):
-            assert actual[step][name] == line[name], (step, name)
-        assert actual[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
-        assert main(["why", str(run), "--step", str(step)]) == 0
-        assert capsys.readouterr().out.count("as the run logged it") == 4
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from preparing import prepare_rows
 from tinyruns import problems
 
 from declutr.cli.main import main
-from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
@@ -270,22 +269,3 @@ def test_run_with_other_weights_or_corpora_is_refused(corpora, trained):
     for data, told in ((other, ("data.weight", "[4, 1]")), (turned, ("other shards", "data.0.path"))):
         changed = {"data": runs.least_config(data=data).data}
         says(problems(local_values(corpora, trained).model_copy(update=changed)), told)
-
-
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
-def test_resumed_run_with_more_workers_reads_the_same_rows(corpora, trained, tmp_path):
-    """Two workers continue a run of this process; bits are those of the whole run."""
-    again = tmp_path / "run"
-    shutil.copytree(trained, again)
-    (again / "summary.json").unlink()
-    for step in (8, 12):
-        shutil.rmtree(again / "checkpoints" / f"step-{step:08d}")
-    run_training(local_values(corpora, again, scaling={"num_workers": 2, "elastic_determinism": True}))
-    assert runs.steps_of(again) == runs.steps_of(trained)
-    assert runs.steps_of(again, "validation") == runs.steps_of(trained, "validation")
-    state = json.loads((again / "checkpoints" / "step-00000012" / "state.json").read_text())
-    assert state["world_size"] == 2
-    weights = "checkpoints/step-00000012/encoder.safetensors"
-    assert hash_file(again / weights) == hash_file(trained / weights)

@@ -25,6 +25,7 @@ from declutr.encoders.protocol import (
     LongTexts,
     Pooling,
     SentenceEncoder,
+    is_adaptation,
     no_encoder,
 )
 from declutr.encoders.transformer import TransformerEncoder
@@ -91,7 +92,7 @@ def load_encoder(
         return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
-    elif (path / STATE).is_file() or (path / CHECKPOINTS).is_dir():
+    elif (path / CHECKPOINTS).is_dir() or ((path / STATE).is_file() and not is_adaptation(path)):
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)

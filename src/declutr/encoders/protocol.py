@@ -141,6 +141,11 @@ def _is_module(folder: Path, above: Path) -> bool:
     return folder.name in modules and not modules[folder.name].endswith(".Transformer")
 
 
+def is_adaptation(folder: Path) -> bool:
+    """Whether it is the output of `declutr adapt`, which has a state.json as a checkpoint has."""
+    return (folder / "state.json").is_file() and any((folder / name).is_dir() for name in ("candidates", "data"))
+
+
 def no_encoder(folder: Path) -> str | None:
     """The problem of an existing folder without the files of an encoder; None if it has one of them."""
     above = folder.absolute().parent
@@ -148,7 +153,7 @@ def no_encoder(folder: Path) -> str | None:
         return f"{folder} is one module of an encoder; name the folder above it: {above}"
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
-    if (folder / "state.json").is_file() and (folder / "candidates").is_dir():
+    if is_adaptation(folder):
         if (folder / "encoder").is_dir():
             return f"{folder} is an adaptation; name its encoder: {folder / 'encoder'}"
         return f"{folder} is an adaptation without a better encoder; name the encoder that it started from"
