@@ -28,7 +28,7 @@ from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.reducers import BucketedReducer
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.gradcache import Microbatch
+from declutr.trainer.step.gradcache import GradCache, Microbatch
 from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
@@ -218,9 +218,10 @@ def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens)
             calls.append("announced")
 
     task = train_step.tasks[0]
-    passes = replace(task, overlap=Announced(task.comm, list(task.encoder.parameters())))._passes(batch, 1)
     pieces = task._pieces(batch)
-    passes.differentiate(batch, pieces, passes.embed(pieces), passes.count(batch))
+    announced = replace(task, overlap=Announced(task.comm, list(task.encoder.parameters())))
+    passes = GradCache(announced, 1, batch, pieces)
+    passes.differentiate(passes.embed(), passes.count())
     assert (len(pieces) > 1) == (tokens is not None)
     assert calls[-1] == "announced"
     assert calls.count("forward") == len(pieces)
