@@ -3,41 +3,16 @@
 Legend: n rows on this worker, M rows of the global batch, D embedding size, P size of the projections.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import ScdConfig
-from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts
-
-
-@dataclass(frozen=True)
-class ScdCollator:
-    """Packs each sentence twice, with the two pairs of rates.
-
-    Attributes:
-        packer: packs texts.
-        rates: `(2, 2)` rates of each view's hidden states and attention weights.
-    """
-
-    packer: TextPacker
-    rates: NDArray[np.float64]
-
-    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
-        """The spans of n rows."""
-        texts = Texts(rows)
-        numbers = np.tile([0, 1], len(rows))  # one key with two rates would nest the masks of the views
-        spans = self.packer.pack(texts, np.repeat(texts.first, 2), numbers, epochs, self.rates[numbers])
-        return RankBatch(spans, len(rows), len(rows))
+from declutr.trainer.objectives.texts import I64, TextObjective, TextPacker, Texts
 
 
 class Scd(TextObjective[ScdConfig]):
@@ -59,10 +34,14 @@ class Scd(TextObjective[ScdConfig]):
         self.projector = nn.Sequential(*layers)
         self.normalise = nn.BatchNorm1d(width, affine=False)  # then the products are Pearson correlations
 
-    def collator(self, vocabulary: Vocabulary, max_content: int) -> ScdCollator:
-        """Builds the collator that packs two views of each sentence."""
-        rates = [self.config.dropout_rates, self.config.attention_dropout_rates or self.config.dropout_rates]
-        return ScdCollator(self.packer(vocabulary, max_content), np.array(rates, np.float64).T)
+    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+        """Each sentence twice, with the two pairs of rates."""
+        count, config = len(texts.first), self.config
+        rates = [config.dropout_rates, config.attention_dropout_rates or config.dropout_rates]
+        numbers = np.tile([0, 1], count)  # one key with two rates would nest the masks of the views
+        by_view = np.array(rates, np.float64).T  # of hidden states and attention weights
+        spans = packer.pack(texts, np.repeat(texts.first, 2), numbers, epochs, by_view[numbers])
+        return RankBatch(spans, count, count)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """The two terms (SCD eq. 1 to 4, as the released code computes them)."""

@@ -3,23 +3,18 @@
 Legend: n rows of the shards on this worker, M pairs of the global batch, A anchors, H embedding size.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from declutr.common import seeding
 from declutr.pipeline.shards.content import ENTAILMENT, LABELS
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import Limit, SclConfig
-from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts, premise_keys, text_keys
+from declutr.trainer.objectives.texts import I64, TextObjective, TextPacker, Texts, premise_keys, text_keys
 
 
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:
@@ -71,37 +66,6 @@ def _priorities(batch: Gathered, anchors: Tensor) -> Tensor:
     return mixed ^ (mixed >> 16)
 
 
-@dataclass(frozen=True)
-class SclCollator:
-    """Packs every text once; a pair's views are the spans of its premise and its hypothesis.
-
-    Attributes:
-        packer: packs texts.
-    """
-
-    packer: TextPacker
-
-    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
-        """The spans of n premises with their hypotheses, and the label and keys of each pair."""
-        texts = Texts(rows)
-        every = np.arange(len(texts.rows))
-        premises = texts.first[texts.rows]
-        spans = self.packer.pack(texts, every, every - premises, epochs)  # a premise of k pairs is encoded once
-        hypotheses = np.flatnonzero(every != premises)
-        facts = {
-            "label": texts.labels[hypotheses],
-            "premise": premise_keys(texts)[texts.rows[hypotheses]],
-            "hypothesis": text_keys(texts, hypotheses),
-        }
-        return RankBatch(
-            spans,
-            len(rows),
-            len(hypotheses),
-            {name: torch.from_numpy(values) for name, values in facts.items()},
-            views=torch.from_numpy(np.stack([premises[hypotheses], hypotheses], axis=1)),
-        )
-
-
 class Scl(TextObjective[SclConfig]):
     """Cross entropy and supervised contrast over `(M, 2, H)` views: premise u and hypothesis v of each pair."""
 
@@ -113,9 +77,24 @@ class Scl(TextObjective[SclConfig]):
             nn.Linear(3 * embedding_size // 2, len(LABELS)),
         )
 
-    def collator(self, vocabulary: Vocabulary, max_content: int) -> SclCollator:
-        """Builds the collator that packs premises and hypotheses."""
-        return SclCollator(self.packer(vocabulary, max_content))
+    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+        """Every text once; a pair's views are the spans of its premise and its hypothesis, its facts label and keys."""
+        every = np.arange(len(texts.rows))
+        premises = texts.first[texts.rows]
+        spans = packer.pack(texts, every, every - premises, epochs)  # a premise of k pairs is encoded once
+        hypotheses = np.flatnonzero(every != premises)
+        facts = {
+            "label": texts.labels[hypotheses],
+            "premise": premise_keys(texts)[texts.rows[hypotheses]],
+            "hypothesis": text_keys(texts, hypotheses),
+        }
+        return RankBatch(
+            spans,
+            len(texts.first),
+            len(hypotheses),
+            {name: torch.from_numpy(values) for name, values in facts.items()},
+            views=torch.from_numpy(np.stack([premises[hypotheses], hypotheses], axis=1)),
+        )
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """(1 - lambda) cross entropy on (u, v, |u - v|), and lambda times the contrast of raw dot products."""

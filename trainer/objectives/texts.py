@@ -3,9 +3,10 @@
 Legend: n rows of the shards, X their texts, S spans, N held-out rows, H embedding size.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from declutr.common import seeding
 from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.pipeline.shards.shards import document_keys, ragged
-from declutr.trainer.data.batches import SpanBatch, pack_spans
+from declutr.trainer.data.batches import RankBatch, SpanBatch, pack_spans
 from declutr.trainer.data.packing import MaskingConfig, Vocabulary
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
@@ -187,8 +188,33 @@ class TextValidator:
 TextConfig = TypeVar("TextConfig", bound=TextObjectiveConfig)
 
 
+@dataclass(frozen=True)
+class TextCollator:
+    """Packs the texts of rows as their objective does.
+
+    Attributes:
+        objective: the objective.
+        packer: packs texts.
+    """
+
+    objective: "TextObjective[Any]"
+    packer: TextPacker
+
+    def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
+        """The spans of n rows."""
+        return self.objective.batch(Texts(rows), epochs, self.packer)
+
+
 class TextObjective(Objective[TextConfig]):
     """A loss over sentences, pairs or triples."""
+
+    @abstractmethod
+    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+        """The spans of the texts of n rows, read in the epochs `(n,)`."""
+
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> TextCollator:
+        """Builds the collator of texts."""
+        return TextCollator(self, self.packer(vocabulary, max_content))
 
     def packer(self, vocabulary: Vocabulary, max_content: int) -> TextPacker:
         """Builds the packer of texts of at most `max_tokens` tokens, specials included."""
