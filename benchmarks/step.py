@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks import record, workload
-from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
+from declutr.trainer.data.batches import RankBatch, SpanBatch, as_rows, padding_mask
 from declutr.trainer.model.language_model import compile_layers
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
@@ -40,7 +40,7 @@ PaddedBatch = tuple[PaddedSpans, PaddedSpans]
 
 
 def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
-    ids, mask = pad_rows(batch, pad_id)
+    ids, mask = as_rows(batch.input_ids, batch, pad_id), padding_mask(batch)
     flat = torch.full_like(batch.input_ids, _IGNORED)
     flat[batch.selected] = batch.labels
     labels = torch.full_like(ids, _IGNORED)

@@ -12,7 +12,7 @@ from messages import all_of
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from tinyruns import least_config
 
-from declutr.trainer.data.batches import canonical_microbatches, collate_canonical
+from declutr.trainer.data.batches import canonical_microbatches, collated
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
@@ -53,7 +53,7 @@ def train_step_of(comm, objective=None, encoder=DROPOUT, family="roberta", token
 def batch_of(collator, comm, step, unit=1, lengths=LENGTHS):
     table = documents(lengths, 12)
     start, end = Plan(0, len(lengths), len(lengths), unit).slice(comm.rank, comm.size)
-    return collate_canonical(collator, table.slice(start, end - start), np.full(end - start, step), start // unit, unit)
+    return collated(collator, table.slice(start, end - start), np.full(end - start, step), start, unit)
 
 
 def checksum(parameters):
@@ -121,7 +121,7 @@ def test_gradient_is_that_of_the_whole_batch(unit):
 def test_units_have_their_numbers_in_the_global_batch():
     """By which the dropout of attention weights in the padded layout is keyed on any worker."""
     collator, table = train_step_of(Communicator())[1], documents(LENGTHS, 12)
-    batch = collate_canonical(collator, table.slice(4, 5), np.zeros(5, np.int64), 2, 2)
+    batch = collated(collator, table.slice(4, 5), np.zeros(5, np.int64), 4, 2)
     assert [unit.number for unit in batch.canonical] == [2, 3, 4]
     assert [unit.num_documents for unit in batch.canonical] == [2, 2, 1]
 

@@ -11,7 +11,7 @@ from messages import all_of
 from tiny import HALF, documents, family_encoder, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.common.errors import EncoderError
-from declutr.trainer.data.batches import SpanBatch, pad_rows
+from declutr.trainer.data.batches import SpanBatch, as_rows, padding_mask
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.language_model import FAMILIES, load_hf_config
@@ -66,7 +66,7 @@ def test_another_span_changes_nothing(family):
 def test_the_loss_is_the_whole_models(family):
     """Summed over the selected tokens, as transformers' own masked language model gives it for padded spans."""
     encoder, batch = family_encoder(family), random_spans(MIXED, num_selected=9)
-    ids, mask = pad_rows(batch, 1)
+    ids, mask = as_rows(batch.input_ids, batch, 1), padding_mask(batch)
     labels = torch.full_like(batch.input_ids, -100)
     labels[batch.selected] = batch.labels
     rows = torch.full_like(ids, -100).masked_scatter(mask, labels)
@@ -92,7 +92,7 @@ def test_an_export_loads_as_it_was(tmp_path, family):
     assert not any(loaded[1].values())
     again = type(encoder)(encoder.config, loaded[0], 0).eval()
     assert deviation(again(batch), [expected, loss]) < 1e-6
-    ids, mask = pad_rows(batch, 1)
+    ids, mask = as_rows(batch.input_ids, batch, 1), padding_mask(batch)
     hidden = AutoModel.from_pretrained(tmp_path).eval()(input_ids=ids, attention_mask=mask.long()).last_hidden_state
     means = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     assert deviation([means], [expected]) < 1e-5

@@ -14,7 +14,7 @@ from tiny import VOCABULARY, tiny_encoder
 from declutr.trainer.build import used_parameters
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load, step_parameters
-from declutr.trainer.data.batches import collate_canonical
+from declutr.trainer.data.batches import collated
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
@@ -174,7 +174,7 @@ def bits(comm):
                 rows = ROWS[one.name]
                 start, end = Plan(0, len(rows), len(rows), 1).slice(comm.rank, comm.size)
                 epochs = np.full(end - start, step)
-                batch[one.name] = collate_canonical(collator_of(one), rows_of(one, start, end, step), epochs, start, 1)
+                batch[one.name] = collated(collator_of(one), rows_of(one, start, end, step), epochs, start, 1)
             for train_step in train_steps:
                 train_step.step(batch, step)
         named = {f"{one.name} {key}": p for one in train_steps for key, p in step_parameters(one).items()}

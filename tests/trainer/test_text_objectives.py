@@ -14,7 +14,7 @@ from tiny import HALF, VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
 from declutr.common.errors import UsageError
 from declutr.trainer.checkpoints.weights import collect, step_parameters
-from declutr.trainer.data.batches import collate_canonical
+from declutr.trainer.data.batches import collated
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import SHARED_ROWS, Gathered
 from declutr.trainer.objectives.config import RunContext
@@ -153,7 +153,7 @@ def bits(comm):
         start, end = Plan(0, len(rows), len(rows), 1).slice(comm.rank, comm.size)
         collator, lines = train_step.tasks[0].objective.collator(VOCABULARY, 30), []
         for step in (1, 2):
-            batch = collate_canonical(collator, rows.slice(start, end - start), np.full(end - start, step), start, 1)
+            batch = collated(collator, rows.slice(start, end - start), np.full(end - start, step), start, 1)
             lines.append(train_step.step({"": batch}, step).line())
         state = train_step.tasks[0].objective.state()
         found[name] = {key: p.detach().clone() for key, p in parameters.items()}, state, lines

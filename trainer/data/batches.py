@@ -269,11 +269,6 @@ def padding_mask(batch: AnyBatch) -> Tensor:
     return torch.arange(batch.longest, device=batch.device)[None, :] < batch.table.lengths[:, None]
 
 
-def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:
-    """The spans as `(S, longest)` ids with padding on the right, and the mask of real tokens."""
-    return as_rows(batch.input_ids, batch, pad_id), padding_mask(batch)
-
-
 def as_rows(values: Tensor, batch: AnyBatch, filling: int = 0) -> Tensor:
     """Values of a batch's tokens `(T, ...)` as rows `(S, longest, ...)`, padded on the right with `filling`."""
     rows = values.new_full((batch.num_spans * batch.longest, *values.shape[1:]), filling)
@@ -301,39 +296,6 @@ class Collator(Protocol):
         """
 
 
-def collate_canonical(
-    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], first_canonical: int, canonical_documents: int
-) -> RankBatch:
-    """The batch of a worker, of which each microbatch is packed alone.
-
-    Args:
-        collator: packs rows.
-        rows: n rows of the shards, whole microbatches of the global batch.
-        epochs: `(n,)` epoch in which each is read.
-        first_canonical: number of the worker's first microbatch in the global batch.
-        canonical_documents: documents of a microbatch; the last microbatch of the global batch may have fewer.
-    """
-    places = range(0, len(rows), canonical_documents)
-    parts = [
-        collator.collate(rows.slice(at, canonical_documents), epochs[at : at + canonical_documents]) for at in places
-    ]
-    if not parts:  # more workers than microbatches
-        return collator.collate(rows, epochs)
-    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])  # each part numbers its spans from 0
-    views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
-    return RankBatch(
-        _joined([part.spans for part in parts]),
-        len(rows),
-        sum(part.num_rows for part in parts),
-        {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
-        views=_cat(views),
-        canonical=tuple(
-            CanonicalMicrobatch(first_canonical + number, part.num_documents, part.spans.num_spans, part.num_rows)
-            for number, part in enumerate(parts)
-        ),
-    )
-
-
 def collated(
     collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], start: int, canonical_documents: int | None
 ) -> RankBatch:
@@ -341,16 +303,34 @@ def collated(
 
     Args:
         collator: packs rows.
-        rows: n rows of the shards.
+        rows: n rows of the shards; of canonical microbatches whole ones of the global batch, each packed alone.
         epochs: `(n,)` epoch in which each is read.
         start: place of the first row in the global batch.
-        canonical_documents: documents of a canonical microbatch; None: the batch is packed as one.
+        canonical_documents: documents of a canonical microbatch, of which the last may have fewer; None: the batch is
+            packed as one.
     """
-    if canonical_documents is None:
+    if canonical_documents is None or not len(rows):  # no row: more workers than microbatches
         batch = collator.collate(rows, epochs)
-    else:
-        batch = collate_canonical(collator, rows, epochs, start // canonical_documents, canonical_documents)
-    return replace(batch, digest=batch.spans.digest())
+        return replace(batch, digest=batch.spans.digest())
+    places = range(0, len(rows), canonical_documents)
+    parts = [
+        collator.collate(rows.slice(at, canonical_documents), epochs[at : at + canonical_documents]) for at in places
+    ]
+    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])  # each part numbers its spans from 0
+    views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
+    spans = _joined([part.spans for part in parts])
+    return RankBatch(
+        spans,
+        len(rows),
+        sum(part.num_rows for part in parts),
+        {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
+        spans.digest(),
+        views=_cat(views),
+        canonical=tuple(
+            CanonicalMicrobatch(number, part.num_documents, part.spans.num_spans, part.num_rows)
+            for number, part in enumerate(parts, start // canonical_documents)
+        ),
+    )
 
 
 def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
