@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begun, 3),
         "tokens": measured.spans.num_tokens,
         "spans": measured.spans.num_spans,
-        "microbatches": len(train_step.tasks[0].microbatch.cut(measured.spans)),
+        "microbatches": len(train_step.tasks[0].cut(measured)),
     }
 
 

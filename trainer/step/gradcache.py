@@ -75,10 +75,6 @@ class Microbatch:
             return Microbatch(_CPU_TOKENS if device.type == "cpu" else None, automatic=True)
         return Microbatch(setting)
 
-    def cut(self, spans: AnyBatch) -> list[AnyBatch]:
-        """The microbatches of a worker's share."""
-        return list(spans.microbatches(self.max_tokens))
-
     def lower(self, spans: AnyBatch, comm: Communicator) -> None:
         """Halves the limit of all workers after one ran out of memory in a step.
 

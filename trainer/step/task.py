@@ -172,7 +172,7 @@ class TrainTask:
         """The microbatches of a share: canonical ones if the bits must not depend on the number of workers."""
         if self.reducer is not None:
             return [microbatch.spans for microbatch in canonical_microbatches(batch)]
-        return self.microbatch.cut(batch.spans)
+        return list(batch.spans.microbatches(self.microbatch.max_tokens))
 
     def _pieces(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""
