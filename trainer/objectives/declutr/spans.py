@@ -241,21 +241,6 @@ def _position(removed: list[int], index: int) -> int:
     return index
 
 
-def sample_spans(
-    config: SpanConfig, seed: int, short_documents: ShortDocuments, documents: pa.Table, epochs: NDArray[np.int64]
-) -> Spans:
-    """The spans of n shard rows in the epochs `(n,)`."""
-    windows, offsets = ragged(documents.column("windows"))
-    return place(
-        config,
-        draw(config, seed, epochs, document_keys(documents)),
-        documents.column("num_tokens").to_numpy(),
-        windows.astype(np.int64),
-        offsets,
-        short_documents,
-    )
-
-
 @dataclass(frozen=True)
 class SpanCollator:
     """Turns documents into the spans of a step.
@@ -284,7 +269,10 @@ class SpanCollator:
 
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
-        return sample_spans(self.spans, self.seed, self.short_documents, documents, epochs)
+        windows, offsets = ragged(documents.column("windows"))
+        draws = draw(self.spans, self.seed, epochs, document_keys(documents))
+        lengths = documents.column("num_tokens").to_numpy()
+        return place(self.spans, draws, lengths, windows.astype(np.int64), offsets, self.short_documents)
 
     def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
         """The spans of n documents, with a row of views for each contrasted anchor (trainer/objectives/base.py)."""
