@@ -5,6 +5,7 @@ coloured as by torchvision's RandomResizedCrop, flip, ColorJitter and RandomGray
 """
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,12 +51,8 @@ class Crops:
         Raises:
             ShardError: an image cannot be decoded, or is of another size than its row says.
         """
-        drawn = self._draws(rows, epochs)
-        sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
-        views = []
-        for number, (raw, size) in enumerate(zip(rows.column("image"), sizes, strict=True)):
-            image = _decoded(raw.as_py(), size)
-            views.append(b"".join(self.view(image, draws[number]).tobytes() for draws in drawn))
+        drawn, images = self._draws(rows, epochs), enumerate(_images(rows))
+        views = [b"".join(self.view(image, draws[row]).tobytes() for draws in drawn) for row, image in images]
         return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
     def whole(self, rows: pa.Table) -> pa.Table:
@@ -64,11 +61,9 @@ class Crops:
         Raises:
             ShardError: as when called.
         """
-        sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
-        images = (_decoded(raw.as_py(), size) for raw, size in zip(rows.column("image"), sizes, strict=True))
-        resized = [image.resize((self.size, self.size), Image.Resampling.BILINEAR).tobytes() for image in images]
-        views = pa.array([NUM_VIEWS * image for image in resized], pa.binary())
-        return rows.drop_columns(["image"]).append_column(VIEWS, views)
+        size = self.size, self.size
+        views = [NUM_VIEWS * image.resize(size, Image.Resampling.BILINEAR).tobytes() for image in _images(rows)]
+        return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
     def describe(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
         """Changes that make each view of each row, in words: the crop and those of its colours."""
@@ -123,7 +118,8 @@ class Crops:
         """Changes brightness, contrast, saturation and hue, in a drawn order."""
         factors = 1 + self.config.color_jitter * (2 * draws[:3] - 1)
         hue = self.config.color_jitter / 4 * (2 * draws[3] - 1)
-        for step in np.argsort(_order(draws[4:7])):
+        ranks = np.append(draws[4:7], draws[4:7].sum() % 1)  # four numbers whose order is uniform, from three
+        for step in np.argsort(ranks):
             if step == 3:
                 shifted = np.array(view.convert("HSV"))
                 shifted[..., 0] += np.uint8(int(hue * 255) % 256)
@@ -134,20 +130,20 @@ class Crops:
         return view
 
 
-def _order(draws: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Four numbers whose order is uniform, from three."""
-    return np.append(draws, draws.sum() % 1)
-
-
-def _decoded(raw: bytes, size: tuple[int, int]) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(raw), formats=["PNG"]) as image:  # shards hold nothing else; no other decoder runs
-            if image.size != size or image.mode != "RGB":
-                raise ShardError(f"an image is {image.mode} of {image.size} pixels, its row says RGB of {size}")
-            image.load()
-            return image.copy()
-    except _UNREADABLE as error:
-        raise ShardError(f"an image of the shards cannot be decoded ({error}); prepare the images again") from error
+def _images(rows: pa.Table) -> Iterator[Image.Image]:
+    """The images of rows, decoded one by one."""
+    sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
+    for raw, size in zip(rows.column("image"), sizes, strict=True):
+        try:
+            # shards hold nothing else; no other decoder runs
+            with Image.open(io.BytesIO(raw.as_py()), formats=["PNG"]) as image:
+                if image.size != size or image.mode != "RGB":
+                    raise ShardError(f"an image is {image.mode} of {image.size} pixels, its row says RGB of {size}")
+                image.load()
+                decoded = image.copy()
+        except _UNREADABLE as error:
+            raise ShardError(f"an image of the shards cannot be decoded ({error}); prepare the images again") from error
+        yield decoded
 
 
 @dataclass(frozen=True)
