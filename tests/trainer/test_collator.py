@@ -290,10 +290,8 @@ def tokens(count=400):
 
 
 def mask(given, config=None, seed=0):
-    vocabulary = VOCABULARY.size, VOCABULARY.mask, np.array(VOCABULARY.special)
-    return mask_tokens(
-        config or MaskingConfig(mlm_probability=0.5), seed, *(given[name] for name in COLUMNS), *vocabulary
-    )
+    config = config or MaskingConfig(mlm_probability=0.5)
+    return mask_tokens(config, seed, VOCABULARY, *(given[name] for name in COLUMNS))
 
 
 def test_same_draws_in_any_batch():

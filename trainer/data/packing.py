@@ -94,28 +94,24 @@ class MaskingConfig(Strict):
 def mask_tokens(
     config: MaskingConfig,
     seed: int,
-    ids: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    ids: I64,
     key: seeding.U64,
     epoch: seeding.U64,
-    anchor: NDArray[np.int64],
-    place: NDArray[np.int64],
-    vocab_size: int,
-    mask_id: int,
-    special_ids: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    anchor: I64,
+    place: I64,
+) -> tuple[I64, NDArray[np.bool_]]:
     """Masked copy of the tokens, and the selection of tokens to be predicted.
 
     Args:
         config: probabilities of selection and replacement.
         seed: the run's seed.
+        vocabulary: ids of the tokenizer; random replacements may hit a special token or the token itself.
         ids: `(t,)` tokens.
         key: `(t,)` key of each token's document.
         epoch: `(t,)` epoch in which the document is read.
         anchor: `(t,)` number of the token's span in its document.
         place: `(t,)` place of the token in its span, below 2**20.
-        vocab_size: random replacements are below this; they may hit a special token or the token itself.
-        mask_id: id of the mask token.
-        special_ids: ids that are never selected.
 
     Returns:
         `(t,)` new ids, and `(t,)` true for selected tokens.
@@ -124,13 +120,14 @@ def mask_tokens(
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
     # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.
     candidates = np.flatnonzero(drawn[:, 0] < config.mlm_probability * 2.0**32)
-    chosen = candidates[~np.isin(ids[candidates], special_ids)]
+    chosen = candidates[~np.isin(ids[candidates], np.array(vocabulary.special))]
     selected = np.zeros(len(ids), np.bool_)
     selected[chosen] = True
     kind, value = seeding.unit(drawn[chosen, 1]), seeding.unit(drawn[chosen, 2])
     hidden, randomised = kind < config.mask_replace_prob, kind < config.mask_replace_prob + config.random_replace_prob
     masked = ids.copy()
-    masked[chosen] = np.where(hidden, mask_id, np.where(randomised, (value * vocab_size).astype(np.int64), ids[chosen]))
+    others = np.where(randomised, (value * vocabulary.size).astype(np.int64), ids[chosen])
+    masked[chosen] = np.where(hidden, vocabulary.mask, others)
     return masked, selected
 
 
@@ -161,25 +158,14 @@ def mask_spans(
     Returns:
         `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
     """
-    special = np.array(vocabulary.special)
     pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for part in _cuts(sizes, _MASKED_TOKENS):
         within = ranges(sizes[part])
         place = np.repeat(places[part], sizes[part]) + within
         span = np.repeat(np.arange(part.start, part.stop), sizes[part])
         original = ids[place]
-        masked, chosen = mask_tokens(
-            masking,
-            seed,
-            original,
-            keys[span],
-            epochs[span],
-            numbers[span],
-            within,
-            vocabulary.size,
-            vocabulary.mask,
-            special,
-        )
+        owners = keys[span], epochs[span], numbers[span]
+        masked, chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
         ids[place] = masked
         pieces.append((place[chosen], original[chosen]))
     selected, labels = zip(*pieces, strict=True)
