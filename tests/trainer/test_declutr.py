@@ -8,7 +8,7 @@ from tiny import contrastive, declutr, rows_of
 
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
-from declutr.trainer.objectives.declutr.objective import MetricLearningLoss, ntxent
+from declutr.trainer.objectives.declutr.objective import metric_learning_loss, ntxent
 
 
 def randn(*shape, seed=0):
@@ -79,8 +79,7 @@ def test_without_a_queue_nothing_is_kept():
 
 
 def metric_loss(**given):
-    config = MetricLearningConfig(kind="pytorch_metric_learning", **given)
-    return MetricLearningLoss(**config.model_dump(exclude={"kind"}))
+    return metric_learning_loss(MetricLearningConfig(kind="pytorch_metric_learning", **given))
 
 
 @pytest.mark.parametrize(

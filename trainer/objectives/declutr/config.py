@@ -1,9 +1,10 @@
 """Settings of DeCLUTR and its checks before a run, readable without torch."""
 
 import math
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest
@@ -41,26 +42,17 @@ class MetricLearningConfig(Strict):
     miner_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the miner."""
 
-    @field_validator("loss")
+    @field_validator("loss", "miner")
     @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return _check_class("losses", name)
-
-    @field_validator("miner")
-    @classmethod
-    def _known_miner(cls, name: str | None) -> str | None:
-        return name if name is None else _check_class("miners", name)
-
-
-def _check_class(module: str, name: str) -> str:
-    import pytorch_metric_learning.losses  # imports torch, which takes seconds
-    import pytorch_metric_learning.miners
-
-    choices = vars(getattr(pytorch_metric_learning, module))
-    if name.startswith("_") or not isinstance(choices.get(name), type):
-        names = sorted(key for key, value in choices.items() if isinstance(value, type))
-        raise ValueError(f"pytorch_metric_learning.{module} has no {name!r}; use one of {', '.join(names)}")
-    return name
+    def _known_class(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is None:
+            return None
+        # imports torch, which takes seconds
+        module = import_module(f"pytorch_metric_learning.{'losses' if info.field_name == 'loss' else 'miners'}")
+        choices = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+        if name.startswith("_") or name not in choices:
+            raise ValueError(f"{module.__name__} has no {name!r}; use one of {', '.join(sorted(choices))}")
+        return name
 
 
 def _ntxent_by_default(value: Any) -> Any:
@@ -130,17 +122,15 @@ class DeclutrConfig(ObjectiveConfig):
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""
-        return [*_geometry_problems(run, manifest), *self._loss_problems()]
-
-    def _loss_problems(self) -> list[str]:
+        problems = _geometry_problems(run, manifest)
         if isinstance(self.loss, MetricLearningConfig):
-            from declutr.trainer.objectives.declutr.objective import MetricLearningLoss
+            from declutr.trainer.objectives.declutr.objective import metric_learning_loss
 
             try:
-                MetricLearningLoss(**self.loss.model_dump(exclude={"kind"}))
+                metric_learning_loss(self.loss)
             except ValueError as error:
-                return [str(error)]
-        return []
+                problems.append(str(error))
+        return problems
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a batch with fewer documents than the paper's, or None."""

@@ -4,7 +4,7 @@ Legend: n documents on this rank, m their anchors (n * A, or fewer if documents 
 positives an anchor, M anchors of the global batch, D embedding size, Q queued embeddings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,41 +176,31 @@ class _Scores:
         scores.masked_fill_(first[:, None] == second[None], torch.finfo(scores.dtype).min)
 
 
-class MetricLearningLoss:
-    """A pytorch-metric-learning loss and miner, called with embeddings as `ntxent` is.
-
-    Args:
-        loss: class name in pytorch_metric_learning.losses.
-        loss_arguments: arguments of the loss.
-        miner: class name in pytorch_metric_learning.miners, or None.
-        miner_arguments: arguments of the miner.
+def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Tensor]:
+    """A pytorch-metric-learning loss of `(2M, D)` embeddings, called as `ntxent` is, with its miner.
 
     Raises:
         ValueError: the loss has trainable weights (it classifies into known classes), or rejects its arguments.
     """
+    from pytorch_metric_learning import losses, miners
 
-    def __init__(
-        self, loss: str, loss_arguments: dict[str, Any], miner: str | None, miner_arguments: dict[str, Any]
-    ) -> None:
-        from pytorch_metric_learning import losses, miners
+    try:
+        loss = getattr(losses, config.loss)(**config.loss_arguments)
+        miner = getattr(miners, config.miner)(**config.miner_arguments) if config.miner else None
+    except TypeError as error:
+        raise ValueError(f"objective.loss {config.loss} / miner {config.miner}: {error}") from error
+    if any(True for _ in loss.parameters()):
+        raise ValueError(
+            f"objective.loss = {config.loss} learns class weights, but documents have no classes; choose a loss "
+            "without weights"
+        )
 
-        try:
-            self.loss = getattr(losses, loss)(**loss_arguments)
-            self.miner = getattr(miners, miner)(**miner_arguments) if miner else None
-        except TypeError as error:
-            raise ValueError(f"objective.loss {loss} / miner {miner}: {error}") from error
-        if any(True for _ in self.loss.parameters()):
-            raise ValueError(
-                f"objective.loss = {loss} learns class weights, but documents have no classes; choose a loss without "
-                "weights"
-            )
-
-    def __call__(self, embeddings: Tensor) -> Tensor:
-        """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
+    def loss_of(embeddings: Tensor) -> Tensor:
         labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)  # a class is a pair
-        mined = self.miner(embeddings, labels) if self.miner is not None else None
-        loss: Tensor = self.loss(embeddings, labels, mined)
-        return loss
+        value: Tensor = loss(embeddings, labels, None if miner is None else miner(embeddings, labels))
+        return value
+
+    return loss_of
 
 
 class Declutr(Objective[DeclutrConfig]):
@@ -225,9 +215,8 @@ class Declutr(Objective[DeclutrConfig]):
         self.queue: Tensor | None = None
         self.queue_documents: Tensor | None = None
         self.remembers = config.queue_size > 0
-        self._metric_loss = None
-        if isinstance(config.loss, MetricLearningConfig):
-            self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
+        loss = config.loss
+        self._metric_loss = metric_learning_loss(loss) if isinstance(loss, MetricLearningConfig) else None
         self.shards_rows = self._metric_loss is None
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
