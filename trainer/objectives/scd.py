@@ -12,7 +12,7 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import ScdConfig
-from declutr.trainer.objectives.texts import I64, TextObjective, TextPacker, Texts
+from declutr.trainer.objectives.texts import I64, TextCollator, TextObjective, Texts
 
 
 class Scd(TextObjective[ScdConfig]):
@@ -34,13 +34,13 @@ class Scd(TextObjective[ScdConfig]):
         self.projector = nn.Sequential(*layers)
         self.normalise = nn.BatchNorm1d(width, affine=False)  # then the products are Pearson correlations
 
-    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+    def batch(self, texts: Texts, epochs: I64, collator: TextCollator) -> RankBatch:
         """Each sentence twice, with the two pairs of rates."""
         count, config = len(texts.first), self.config
         rates = [config.dropout_rates, config.attention_dropout_rates or config.dropout_rates]
         numbers = np.tile([0, 1], count)  # one key with two rates would nest the masks of the views
         by_view = np.array(rates, np.float64).T  # of hidden states and attention weights
-        spans = packer.pack(texts, np.repeat(texts.first, 2), numbers, epochs, by_view[numbers])
+        spans = collator.pack(texts, np.repeat(texts.first, 2), numbers, epochs, by_view[numbers])
         return RankBatch(spans, count, count)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:

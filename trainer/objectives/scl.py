@@ -14,7 +14,7 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import Limit, SclConfig
-from declutr.trainer.objectives.texts import I64, TextObjective, TextPacker, Texts, premise_keys, text_keys
+from declutr.trainer.objectives.texts import I64, TextCollator, TextObjective, Texts, premise_keys, text_keys
 
 
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:
@@ -77,11 +77,11 @@ class Scl(TextObjective[SclConfig]):
             nn.Linear(3 * embedding_size // 2, len(LABELS)),
         )
 
-    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+    def batch(self, texts: Texts, epochs: I64, collator: TextCollator) -> RankBatch:
         """Every text once; a pair's views are the spans of its premise and its hypothesis, its facts label and keys."""
         every = np.arange(len(texts.rows))
         premises = texts.first[texts.rows]
-        spans = packer.pack(texts, every, every - premises, epochs)  # a premise of k pairs is encoded once
+        spans = collator.pack(texts, every, every - premises, epochs)  # a premise of k pairs is encoded once
         hypotheses = np.flatnonzero(every != premises)
         facts = {
             "label": texts.labels[hypotheses],

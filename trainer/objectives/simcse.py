@@ -20,7 +20,7 @@ from declutr.trainer.model.behind import Dense
 from declutr.trainer.objectives.base import Gathered, RowShard, tile_rows, tiles_of, unit_rows
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import SimcseConfig
-from declutr.trainer.objectives.texts import I64, TextObjective, TextPacker, Texts, draw_labelled
+from declutr.trainer.objectives.texts import I64, TextCollator, TextObjective, Texts, draw_labelled
 
 _MASKED = 9  # above the views' numbers, 0 to 2, so a copy has its own dropout
 """Number of the first masked copy among the spans of its row."""
@@ -148,11 +148,11 @@ class Simcse(TextObjective[SimcseConfig]):
         if config.head:
             self.head = Dense(nn.Linear(embedding_size, embedding_size), nn.Tanh())  # the released MLP pooler
 
-    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+    def batch(self, texts: Texts, epochs: I64, collator: TextCollator) -> RankBatch:
         """The views of each row one after the other, and behind them all masked copies."""
         config, count = self.config, len(texts.first)
         if config.supervised:
-            hypotheses = [draw_labelled(texts, label, packer.seed, epochs) for label in (ENTAILMENT, CONTRADICTION)]
+            hypotheses = [draw_labelled(texts, label, self.run.seed, epochs) for label in (ENTAILMENT, CONTRADICTION)]
             views = np.stack([texts.first, *hypotheses], axis=1)
         else:
             views = np.stack([texts.first, texts.first], axis=1)
@@ -167,7 +167,7 @@ class Simcse(TextObjective[SimcseConfig]):
             copied = views if config.mlm_copies == "all" else views[:, :1]
             chosen = np.concatenate([chosen, copied.reshape(-1)])
             numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), count)])
-        spans = packer.pack(texts, chosen, numbers, epochs, masking=masking)
+        spans = collator.pack(texts, chosen, numbers, epochs, masking=masking)
         return RankBatch(spans, count, count, views=places)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.trainer.data.batches import RankBatch, SpanBatch, pack_spans
 from declutr.trainer.data.packing import MaskingConfig, Vocabulary
-from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import HeldOutSplit, Objective
 from declutr.trainer.objectives.scores import (
@@ -62,18 +61,22 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class TextPacker:
-    """Packs texts as spans.
+class TextCollator:
+    """Packs texts as spans, those of rows as their objective does.
 
     Attributes:
+        objective: the objective.
         vocabulary: ids of the shards' tokenizer.
         max_content: largest number of tokens of a span, without specials; longer texts are cut at the end.
-        seed: the run's seed.
     """
 
+    objective: "TextObjective[Any]"
     vocabulary: Vocabulary
     max_content: int
-    seed: int
+
+    def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
+        """The spans of n rows."""
+        return self.objective.batch(Texts(rows), epochs, self)
 
     def pack(
         self,
@@ -97,8 +100,8 @@ class TextPacker:
         content = np.minimum(texts.sizes[chosen], self.max_content)  # the papers cut at 32 tokens with specials
         rows = texts.rows[chosen]
         owners = texts.keys[rows], epochs[rows].astype(np.uint64), numbers
-        starts = texts.starts[chosen]
-        return pack_spans(texts.tokens, starts, content, self.vocabulary, self.seed, *owners, masking, rates)
+        starts, seed = texts.starts[chosen], self.objective.run.seed
+        return pack_spans(texts.tokens, starts, content, self.vocabulary, seed, *owners, masking, rates)
 
 
 def text_keys(texts: Texts, chosen: I64) -> I64:
@@ -142,21 +145,18 @@ class TextValidator:
     its first entailed hypothesis; rows without one are left out of the retrieval.
 
     Attributes:
-        packer: packs texts.
+        collator: packs texts; its objective has the layers behind the pooling, and the sizes to score.
         held_out: the held-out split.
         rows: `(N,)` numbers of the rows to score.
-        layers: layers behind the pooling that are exported.
-        sizes: smaller sizes of the embedding to score too.
     """
 
-    packer: TextPacker
+    collator: TextCollator
     held_out: HeldOutSplit
     rows: NDArray[np.int64]
-    layers: list[Dense]
-    sizes: tuple[int, ...] = ()
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The scores by name; None if embeddings are not finite."""
+        objective = self.collator.objective
         texts = Texts(self.held_out.shards.take(self.rows))
         entailed = np.flatnonzero(texts.labels == ENTAILMENT)
         having, places = np.unique(texts.rows[entailed], return_index=True)  # the first entailed one of each row
@@ -165,8 +165,8 @@ class TextValidator:
         embeddings = embed_together(
             encoder,
             len(chosen),
-            lambda part: self.packer.pack(texts, chosen[part], numbers[part], epochs),
-            self.layers,
+            lambda part: self.collator.pack(texts, chosen[part], numbers[part], epochs),
+            objective.exported(),
             self.held_out.comm,
             self.held_out.device,
         )
@@ -182,46 +182,24 @@ class TextValidator:
             ranked = retrieval(anchors, positives, texts.keys[having])
             return {**ranked, "alignment": alignment(anchors, positives), **scores}
 
-        return by_size(self.sizes, scores)
+        return by_size(objective.sizes, scores)
 
 
 TextConfig = TypeVar("TextConfig", bound=TextObjectiveConfig)
-
-
-@dataclass(frozen=True)
-class TextCollator:
-    """Packs the texts of rows as their objective does.
-
-    Attributes:
-        objective: the objective.
-        packer: packs texts.
-    """
-
-    objective: "TextObjective[Any]"
-    packer: TextPacker
-
-    def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
-        """The spans of n rows."""
-        return self.objective.batch(Texts(rows), epochs, self.packer)
 
 
 class TextObjective(Objective[TextConfig]):
     """A loss over sentences, pairs or triples."""
 
     @abstractmethod
-    def batch(self, texts: Texts, epochs: I64, packer: TextPacker) -> RankBatch:
+    def batch(self, texts: Texts, epochs: I64, collator: TextCollator) -> RankBatch:
         """The spans of the texts of n rows, read in the epochs `(n,)`."""
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> TextCollator:
-        """Builds the collator of texts."""
-        return TextCollator(self, self.packer(vocabulary, max_content))
-
-    def packer(self, vocabulary: Vocabulary, max_content: int) -> TextPacker:
-        """Builds the packer of texts of at most `max_tokens` tokens, specials included."""
-        return TextPacker(vocabulary, min(max_content, self.config.max_tokens - vocabulary.num_specials), self.run.seed)
+        """Builds the collator of texts of at most `max_tokens` tokens, specials included."""
+        return TextCollator(self, vocabulary, min(max_content, self.config.max_tokens - vocabulary.num_specials))
 
     def validator(self, held_out: HeldOutSplit) -> TextValidator:
         """Builds the validator of held-out texts: retrieval for pairs and triples, and the spread of embeddings."""
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
-        packer = self.packer(held_out.vocabulary, held_out.max_content)
-        return TextValidator(packer, held_out, rows, self.exported(), self.sizes)
+        return TextValidator(self.collator(held_out.vocabulary, held_out.max_content), held_out, rows)
