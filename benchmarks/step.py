@@ -193,7 +193,7 @@ class Setting(workload.Workload):
         train_step = self.train_step(encoder)
 
         def prepare(spans: SpanBatch) -> RankBatch:
-            contrasted = self.documents * self.spans.num_anchors if self.objective.contrastive else 0
+            contrasted = self.documents * self.spans.num_anchors if self.objective.embeds else 0
             return RankBatch(spans.to(self.device), self.documents, contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:

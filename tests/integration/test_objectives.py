@@ -85,7 +85,7 @@ def test_objective_learns_and_resumes_to_the_bit(data, tmp_path, name):
     # what a queue holds is easy to tell from the batch while the encoder changes fast: its loss rises at first
     losses = [m.terms["mlm"] if objective.queue_size else m.loss for m in measured]
     assert np.mean(losses[-6:]) < np.mean(losses[:6]), losses
-    assert all((m.terms["contrastive"] > 0) == objective.contrastive for m in measured)
+    assert all((m.terms["contrastive"] > 0) == objective.embeds for m in measured)
     assert all((m.terms["mlm"] > 0) == objective.mlm for m in measured)
     assert (max(m.padding_share for m in measured) > 0) == (whole.config.encoder.layout == "padded")
 

@@ -126,12 +126,12 @@ def tiny_collator(
         spans=spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12),
         masking=objective.masking if objective.mlm else None,
         unmasked_anchors=objective.unmasked_anchors,
-        include_positives=objective.contrastive,
+        include_positives=objective.embeds,
         max_content=10,
         vocabulary=VOCABULARY,
         seed=seed,
         short_documents=mode,
-        names_documents=objective.contrastive and objective.excludes_same_document,
+        names_documents=objective.embeds and objective.excludes_same_document,
     )
 
 

@@ -278,8 +278,8 @@ class Objective(nn.Module, ABC, Generic[Config]):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of `matryoshka` below that of the whole embedding, ascending."""
-        matryoshka = self.config.matryoshka
-        return () if matryoshka is None else matryoshka.smaller(self.exported_size)
+        cuts = [] if self.config.matryoshka is None else self.config.matryoshka.cuts(self.exported_size)
+        return tuple(sorted(size for size, _ in cuts if size < self.exported_size))
 
     def validator(self, held_out: HeldOutSplit) -> Validator | None:
         """Builds the validator that computes `config.scores` on held-out rows; None if there are no scores."""

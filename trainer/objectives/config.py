@@ -102,10 +102,6 @@ class MatryoshkaConfig(Strict):
         sizes = [embedding_size if size == "all" else size for size in self.sizes]
         return list(zip(sizes, self.weights or [1.0] * len(sizes), strict=True))
 
-    def smaller(self, embedding_size: int) -> tuple[int, ...]:
-        """The sizes below that of the whole embedding, ascending."""
-        return tuple(sorted(size for size, _ in self.cuts(embedding_size) if size < embedding_size))
-
     def problem(self, embedding_size: int) -> str | None:
         """The reason why an embedding of this size cannot be cut to these sizes, or None."""
         sizes = [size for size, _ in self.cuts(embedding_size)]

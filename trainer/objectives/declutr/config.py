@@ -101,11 +101,6 @@ class DeclutrConfig(ObjectiveConfig):
         return isinstance(self.loss, NTXentConfig) and self.loss.exclude_same_document
 
     @property
-    def contrastive(self) -> bool:
-        """True if the contrastive loss is computed."""
-        return self.terms != "mlm"
-
-    @property
     def mlm(self) -> bool:
         """True if the MLM loss is computed."""
         return self.terms != "contrastive"
@@ -118,7 +113,7 @@ class DeclutrConfig(ObjectiveConfig):
     @property
     def embeds(self) -> bool:
         """True if the contrastive loss is computed."""
-        return self.contrastive
+        return self.terms != "mlm"
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""
@@ -134,7 +129,7 @@ class DeclutrConfig(ObjectiveConfig):
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a batch with fewer documents than the paper's, or None."""
-        if not self.contrastive or self.queue_size or run.batch_documents >= _FEW_DOCUMENTS:
+        if not self.embeds or self.queue_size or run.batch_documents >= _FEW_DOCUMENTS:
             return None
         return (
             f"batch_documents = {run.batch_documents}: a span is compared with spans of {run.batch_documents - 1} "
@@ -147,7 +142,7 @@ class DeclutrConfig(ObjectiveConfig):
 
         Guessing among the 2M - 1 other embeddings of M anchors and their positives costs log(2M - 1).
         """
-        if not self.contrastive or self.loss.kind != "ntxent" or self.reference_rank_scaling:
+        if not self.embeds or self.loss.kind != "ntxent" or self.reference_rank_scaling:
             return None
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
         # the losses of all sizes are added

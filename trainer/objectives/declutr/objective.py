@@ -225,12 +225,12 @@ class Declutr(Objective[DeclutrConfig]):
             spans=self.run.spans,
             masking=self.config.masking if self.config.mlm else None,
             unmasked_anchors=self.config.unmasked_anchors,
-            include_positives=self.config.contrastive,
+            include_positives=self.config.embeds,
             max_content=max_content,
             vocabulary=vocabulary,
             seed=self.run.seed,
             short_documents=self.run.short_documents,
-            names_documents=self.config.contrastive and self.config.excludes_same_document,
+            names_documents=self.config.embeds and self.config.excludes_same_document,
         )
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
