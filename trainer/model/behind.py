@@ -87,23 +87,19 @@ def write_steps(folder: Path, steps: Sequence[Step]) -> None:
         name = f"{len(modules)}_{kind}"
         (folder / name).mkdir()
         if isinstance(step, Dense):
-            _write_dense(folder / name, step)
+            linear, activation = step.linear, type(step[1])
+            settings = {
+                "in_features": linear.in_features,
+                "out_features": linear.out_features,
+                "bias": linear.bias is not None,
+                "activation_function": f"{activation.__module__}.{activation.__qualname__}",
+            }
+            write_json(folder / name / "config.json", settings)
+            weights = {f"linear.{key}": value.detach().cpu().contiguous() for key, value in linear.state_dict().items()}
+            save_file(weights, folder / name / "model.safetensors")
         entry = {"idx": len(modules), "name": str(len(modules)), "path": name}
         modules.append(entry | {"type": f"sentence_transformers.models.{kind}"})
     write_json(folder / "modules.json", modules)
-
-
-def _write_dense(folder: Path, layer: Dense) -> None:
-    linear, kind = layer.linear, type(layer[1])
-    settings = {
-        "in_features": linear.in_features,
-        "out_features": linear.out_features,
-        "bias": linear.bias is not None,
-        "activation_function": f"{kind.__module__}.{kind.__qualname__}",
-    }
-    write_json(folder / "config.json", settings)
-    weights = {f"linear.{key}": value.detach().cpu().contiguous() for key, value in linear.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
 
 
 def kind_of(name: str) -> str:
