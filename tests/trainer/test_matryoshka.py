@@ -24,12 +24,11 @@ from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import MatryoshkaConfig, RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.scd import Scd
-from declutr.trainer.objectives.scl import Scl, contrast
 from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
+from declutr.trainer.objectives.texts import Scd, Scl, contrast
 
 ROWS, SIZE = 9, 12
 SIZES = {"sizes": [3, "all", 8], "weights": [0.5, 1.0, 2.0]}

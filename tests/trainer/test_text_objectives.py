@@ -18,10 +18,9 @@ from declutr.trainer.data.batches import collated
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import SHARED_ROWS, Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.scd import Scd
-from declutr.trainer.objectives.scl import Scl
 from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
+from declutr.trainer.objectives.texts import Scd, Scl
 from declutr.trainer.parallel.communicator import Communicator, full_tensor
 from declutr.trainer.parallel.reducers import FixedPointReducer
 from declutr.trainer.step.config import OptimConfig

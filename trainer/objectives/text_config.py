@@ -143,7 +143,7 @@ class ScdConfig(TextObjectiveConfig):
     of the projected views over the global batch.
     """
 
-    implementation: ClassVar[str] = "declutr.trainer.objectives.scd:Scd"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.texts:Scd"
     metrics: ClassVar[tuple[str, ...]] = ("repulsion", "decorrelation")
     method: ClassVar[str] = "SCD"
 
@@ -213,7 +213,7 @@ Limit = Annotated[int, Field(ge=1)] | Literal["all"]
 class SclConfig(TextObjectiveConfig):
     """SCL on natural language inference: loss = (1 - lambda) cross entropy + lambda supervised contrast."""
 
-    implementation: ClassVar[str] = "declutr.trainer.objectives.scl:Scl"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.texts:Scl"
     metrics: ClassVar[tuple[str, ...]] = ("classification", "contrastive")
     reads: ClassVar[tuple[ContentKind, ...]] = ("pairs",)
     method: ClassVar[str] = "SCL"
