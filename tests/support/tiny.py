@@ -121,18 +121,8 @@ def tiny_collator(
     mode: ShortDocuments = "drop",
 ) -> SpanCollator:
     """The collator that an objective asks for."""
-    objective = objective or DeclutrConfig()
-    return SpanCollator(
-        spans=spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12),
-        masking=objective.masking if objective.mlm else None,
-        unmasked_anchors=objective.unmasked_anchors,
-        include_positives=objective.embeds,
-        max_content=10,
-        vocabulary=VOCABULARY,
-        seed=seed,
-        short_documents=mode,
-        names_documents=objective.embeds and objective.excludes_same_document,
-    )
+    spans = spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12)
+    return SpanCollator(objective or DeclutrConfig(), RunContext(seed, spans, short_documents=mode), VOCABULARY, 10)
 
 
 def declutr(

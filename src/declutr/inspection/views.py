@@ -118,8 +118,8 @@ class StepReader:
         spans = self.collator.sample(table, epochs)
         anchors, positives = spans.anchors[spans.present].tolist(), spans.positives[spans.present].tolist()
         roles = [f"anchor [{start}, {end})" for start, end in anchors]
-        roles += [f"{role}, unmasked" for role in roles] * self.collator.unmasked_anchors
-        if self.collator.include_positives:
+        roles += [f"{role}, unmasked" for role in roles] * self.collator.config.unmasked_anchors
+        if self.collator.config.embeds:
             roles += [f"positive [{start}, {end})" for of_anchor in positives for start, end in of_anchor]
         return roles
 

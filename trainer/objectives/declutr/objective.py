@@ -5,7 +5,7 @@ positives an anchor, M anchors of the global batch, D embedding size, Q queued e
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -221,17 +221,7 @@ class Declutr(Objective[DeclutrConfig]):
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
         """Builds the collator that draws, masks and packs the spans of documents."""
-        return SpanCollator(
-            spans=self.run.spans,
-            masking=self.config.masking if self.config.mlm else None,
-            unmasked_anchors=self.config.unmasked_anchors,
-            include_positives=self.config.embeds,
-            max_content=max_content,
-            vocabulary=vocabulary,
-            seed=self.run.seed,
-            short_documents=self.run.short_documents,
-            names_documents=self.config.embeds and self.config.excludes_same_document,
-        )
+        return SpanCollator(self.config, self.run, vocabulary, max_content)
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
         """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the collator's order.
@@ -285,16 +275,9 @@ class Declutr(Objective[DeclutrConfig]):
         spans of a pair do not overlap.
         """
         lengths = {"min_tokens": self.run.spans.min_tokens, "max_tokens": self.run.spans.max_tokens}
-        collator = SpanCollator(
-            spans=SpanConfig(num_anchors=1, num_positives=1, strategy="adjacent", **lengths),
-            masking=None,
-            unmasked_anchors=False,
-            include_positives=True,
-            max_content=held_out.max_content,
-            vocabulary=held_out.vocabulary,
-            seed=self.run.seed,
-            short_documents=self.run.short_documents,
-        )
+        pair = replace(self.run, spans=SpanConfig(num_anchors=1, num_positives=1, strategy="adjacent", **lengths))
+        unmasked = DeclutrConfig(terms="contrastive")
+        collator = SpanCollator(unmasked, pair, held_out.vocabulary, held_out.max_content)
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
         return SpanValidator(collator, held_out, rows, sizes=self.sizes)
 

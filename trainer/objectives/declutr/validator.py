@@ -146,10 +146,10 @@ class SpanValidator:
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
         """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
-        collator = self.collator
+        run = self.collator.run
         windows, offsets = ragged(documents.column("windows"))
         draws = draw(  # epoch 0: the purpose alone keeps these draws apart from training's
-            collator.spans, collator.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
+            run.spans, run.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
         )
-        lengths = pair_lengths(collator.spans, draws, windows.astype(np.int64), offsets, collator.short_documents)
-        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, collator.spans.max_tokens)
+        lengths = pair_lengths(run.spans, draws, windows.astype(np.int64), offsets, run.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, run.spans.max_tokens)
