@@ -173,9 +173,7 @@ def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[
     paired = 1 << (size.bit_length() - 1)  # the largest power of two that is not above the number of ranks
     if rank >= paired:
         dist.send(values, rank - paired)
-        result = torch.empty_like(values)
-        dist.recv(result, rank - paired)
-        return result
+        return _received(values, rank - paired)
     if rank + paired < size:
         values = combine(values, _received(values, rank + paired))
     distance = 1
