@@ -28,7 +28,7 @@ from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
+from declutr.trainer.model.behind import Dense, Normalize, write_steps
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.gradcache import Microbatch
 
@@ -281,7 +281,7 @@ def test_an_encoder_with_layers_is_a_start_that_embeds_as_before(tmp_path, layer
     again = tmp_path / "again"
     again.mkdir()
     write_encoder(encoder, tokenizer, again)
-    write_steps(again, steps_of(encoder.behind))
+    write_steps(again, encoder.behind)
     after = load_encoder(str(again)).encode(TEXTS)
     assert np.abs(after / np.linalg.norm(after, axis=1, keepdims=True) - before).max() < 1e-5
 

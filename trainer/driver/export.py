@@ -18,7 +18,7 @@ from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, RunState, read_s
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.driver.model_card import CARD, model_card, without_paths
 from declutr.trainer.metrics.config import num_validations
-from declutr.trainer.model.behind import steps_of, write_steps
+from declutr.trainer.model.behind import write_steps
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens, silence
 from declutr.trainer.objectives.scores import statistic_of
@@ -67,7 +67,7 @@ def export(plan: RunPlan, done: int) -> Path:
         every_steps = config.validation.every_steps
         looks = 1 + num_validations(every_steps, plan.total_steps, done) if every_steps else 0
         verdict = verdict_of(looks, config.seed, state)
-        steps = [*steps_of(encoder.behind), *layers]
+        steps = [*encoder.behind, *layers]
         write_steps(aside, steps)
         write_text(aside / CARD, model_card(plan, state, verdict["sentence"], bool(steps)))
         settings = {

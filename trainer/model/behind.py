@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,18 +62,8 @@ class Dense(nn.Sequential):
 Step = Dense | Normalize
 
 
-def modules_of(steps: Iterable[Step]) -> nn.Sequential:
-    """The steps as one module."""
-    return nn.Sequential(*steps)
-
-
-def steps_of(modules: nn.Sequential) -> list[Step]:
-    """The steps of which `modules_of` made a module."""
-    return cast("list[Step]", list(modules))
-
-
-def write_steps(folder: Path, steps: Sequence[Step]) -> None:
-    """Adds dense layers with their activations, and normalisations, to an exported encoder, in their order.
+def write_steps(folder: Path, steps: Iterable[nn.Module]) -> None:
+    """Adds `Step`s, dense layers with their activations and normalisations, to an exported encoder, in their order.
 
     A normalisation of what is normalised already is left out.
     """

@@ -34,7 +34,7 @@ from declutr.trainer.model.attention import (
     prepare_modules,
     register,
 )
-from declutr.trainer.model.behind import Dense, Step, modules_of
+from declutr.trainer.model.behind import Dense, Step
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import DropoutKeys, key_dropout
 from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
             self._compile_layers()
         self.set_layout(config)
         self.padding_index = padding_index(model)
-        self.behind = modules_of(behind)
+        self.behind = nn.Sequential(*behind)
         widths = [step.linear.out_features for step in behind if isinstance(step, Dense)]
         self.output_size = widths[-1] if widths else self.hidden_size
         """Size of the exported encoder's embeddings."""

@@ -17,7 +17,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_problem
 from declutr.encoders.protocol import MOST_PROMPT, Pooling, missing, near
-from declutr.trainer.model.behind import Dense, ModuleFiles, modules_of, unread
+from declutr.trainer.model.behind import Dense, ModuleFiles, unread
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -147,7 +147,7 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
     return Recipe(
         subfolder=modules[0][1],
         pooling=pooling or _pooling(name, pooled),
-        after=modules_of(steps),
+        after=nn.Sequential(*steps),
         size=layers[-1].out_features if layers else None,
         cut=cut,
         max_tokens=length,

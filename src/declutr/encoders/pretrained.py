@@ -35,7 +35,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
 from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.model.behind import DAMAGE, modules_of
+from declutr.trainer.model.behind import DAMAGE
 from declutr.trainer.model.bounds import (
     check_code,
     check_config,
@@ -224,7 +224,7 @@ def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe 
     if not (layers := objective.exported()):
         return None
     load_objective(path, objective)
-    return Recipe("", config.encoder.pooling, modules_of(layers), layers[-1].linear.out_features)
+    return Recipe("", config.encoder.pooling, torch.nn.Sequential(*layers), layers[-1].linear.out_features)
 
 
 def _tokenizer_of(path: Path, data: str) -> Any:

@@ -19,7 +19,7 @@ from declutr.common.storage import hash_json, read_json, write_json
 from declutr.encoders.protocol import LongTexts, Precision, Window, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
+from declutr.trainer.model.behind import Dense, Normalize, Step, write_steps
 from declutr.trainer.model.encoder import Encoder
 
 _CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache
@@ -245,4 +245,4 @@ def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder:
             options["prompts"] = {**encoder.prompts, "default": encoder.prompt}
             options["default_prompt_name"] = "default"
         write_json(folder / "config_sentence_transformers.json", options)
-    write_steps(folder, [*steps_of(encoder.after), *more])
+    write_steps(folder, [*encoder.after, *more])
