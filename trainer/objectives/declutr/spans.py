@@ -221,25 +221,13 @@ def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) 
     """
     chosen = np.zeros(uniform.shape, np.int64)
     for document, (row, anchor_count) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
-        first = int(offsets[document])
-        count = int(offsets[document + 1]) - first
-        removed: list[int] = []  # sorted positions in the original list
+        starts = windows[offsets[document] : offsets[document + 1]].tolist()
         for anchor, u in enumerate(row[:anchor_count]):
-            left, remaining = count - len(removed), anchor_count - anchor
+            left, remaining = len(starts), anchor_count - anchor
             index = (0 if u < 0.5 else left - 1) if left // remaining < remaining else int(u * left)
-            neighbours = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
-            chosen[document, anchor] = windows[first + neighbours[index - max(0, index - 1)]]
-            removed = sorted(removed + neighbours)
+            chosen[document, anchor] = starts[index]
+            del starts[max(0, index - 1) : index + 2]
     return chosen
-
-
-def _position(removed: list[int], index: int) -> int:
-    """Original list position of the `index`-th element that is not removed."""
-    for position in removed:
-        if position > index:
-            break
-        index += 1
-    return index
 
 
 @dataclass(frozen=True)
