@@ -22,7 +22,7 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import VIEWS, Crops, Mixup, clips_of, mixture
+from declutr.trainer.objectives.supcon.clips import VIEWS, ClipFetch, Crops, clips_of, mixture
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import CropConfig, SupconConfig
 
@@ -50,10 +50,14 @@ def plainly(rows, epochs, shards, rate, seed):
     return clips, labels
 
 
+def mixing(rate, seed):
+    return ClipFetch(Crops(CropConfig(), 16, seed), rate).mixed
+
+
 @pytest.mark.parametrize("rate", [0.5, 1.0, 0.0])
 def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
     epochs = np.array([0, 3, 1, 4, 1, 5, 9])
-    rows = Mixup(rate, 7)(CLIPS, epochs, Rows(CLIPS))
+    rows = mixing(rate, 7)(CLIPS, epochs, Rows(CLIPS))
     clips, labels = plainly(CLIPS, epochs, CLIPS, rate, 7)
     for found, expected in zip(clips_of(rows), clips, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -67,12 +71,12 @@ def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
 def test_a_clip_is_mixed_by_its_epoch_and_not_by_its_batch():
     """Any worker and any slice of the table reads the same mixtures; another epoch and another seed read others."""
     epochs = np.full(7, 2)
-    whole = Mixup(0.5, 7)(CLIPS, epochs, Rows(CLIPS))
+    whole = mixing(0.5, 7)(CLIPS, epochs, Rows(CLIPS))
     for start, end in ((0, 3), (3, 3), (3, 7)):
-        part = Mixup(0.5, 7)(CLIPS.slice(start, end - start), epochs[start:end], Rows(CLIPS))
+        part = mixing(0.5, 7)(CLIPS.slice(start, end - start), epochs[start:end], Rows(CLIPS))
         assert part.equals(whole.slice(start, end - start))
-    assert not Mixup(0.5, 7)(CLIPS, epochs + 1, Rows(CLIPS)).equals(whole)
-    assert not Mixup(0.5, 8)(CLIPS, epochs, Rows(CLIPS)).equals(whole)
+    assert not mixing(0.5, 7)(CLIPS, epochs + 1, Rows(CLIPS)).equals(whole)
+    assert not mixing(0.5, 8)(CLIPS, epochs, Rows(CLIPS)).equals(whole)
 
 
 def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
@@ -80,7 +84,7 @@ def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
     rows = clip_rows([1] * 3000)
     silent = pa.array([[0.0] * MELS] * 3000, pa.list_(pa.float32()))
     rows = rows.set_column(rows.column_names.index("frames"), "frames", silent)
-    found = Mixup(0.5, 0)(rows, np.zeros(3000, np.int64), Rows(rows))
+    found = mixing(0.5, 0)(rows, np.zeros(3000, np.int64), Rows(rows))
     mixed = found["mixed"].to_numpy()
     assert mixed.sum() == pytest.approx(1500, abs=110)
     powers = np.exp([clip[0, 0] for clip in clips_of(found)])[mixed]
@@ -125,7 +129,7 @@ def test_one_masked_spectrogram_is_fed_twice():
 def test_mixed_clips_are_masked_afterwards():
     epochs, masks = np.arange(7), {"freq_mask": 3, "time_mask": 4, "shared": True}
     found, _ = views_of(CLIPS, epochs, masks=masks, mixup=1.0)
-    mixed = clips_of(Mixup(1.0, 3)(CLIPS, epochs, Rows(CLIPS)))
+    mixed = clips_of(mixing(1.0, 3)(CLIPS, epochs, Rows(CLIPS)))
     for view, clip in zip(found[::2], mixed, strict=True):
         assert np.array_equal(view[view != 0], clip[view != 0])
         assert (view != 0).any()
@@ -173,7 +177,7 @@ def test_images_are_neither_mixed_nor_masked():
 
 
 def test_mixup_of_a_worker_without_rows_is_empty():
-    rows = Mixup(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
+    rows = mixing(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
     assert len(rows) == 0
     assert rows.schema.equals(CLIPS.schema.append(pa.field("mixed", pa.bool_())))
 

@@ -17,7 +17,7 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.batches import PatchBatch, RankBatch
 from declutr.trainer.data.packing import dropout_words
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, Crops, Mixup, clips_of
+from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, Crops, clips_of
 from declutr.trainer.objectives.supcon.config import SupconConfig
 
 
@@ -38,8 +38,7 @@ class ClipCollator:
     @property
     def fetch(self) -> ClipFetch:
         """The work of the tasks that read shards: views of images, mixtures of sounds."""
-        mixup = Mixup(self.config.mixup, self.seed) if self.config.mixup else None
-        return ClipFetch(Crops(self.config.crops, self.frontend.image_size, self.seed), mixup)
+        return ClipFetch(Crops(self.config.crops, self.frontend.image_size, self.seed), self.config.mixup)
 
     def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The clips of n rows of images or sounds.
@@ -83,9 +82,9 @@ class ClipCollator:
 
     def _mixtures(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> dict[int, list[str]]:
         """Share and partner of each mixed sound, in words, by its number."""
-        if (mixup := self.fetch.mixup) is None:
+        if not self.config.mixup:
             return {}
-        chosen, partners, shares = mixup.drawn(rows, epochs, shards.num_documents)
+        chosen, partners, shares = self.fetch.drawn(rows, epochs, shards.num_documents)
         partner_rows = shards.take(partners).select(["id", "source", "offset"]).to_pylist()
         phrases = (f"{partner['id'].hex()}, {partner['source']} at {partner['offset']}" for partner in partner_rows)
         drawn = zip(chosen.tolist(), shares.tolist(), phrases, strict=True)
