@@ -20,7 +20,7 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.metrics.sts import StsValidator, read_judged, together
+from declutr.trainer.metrics.sts import StsValidator, tokenized
 from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
@@ -345,15 +345,23 @@ def parameter_counts(plan: RunPlan) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _TaskValidator:
-    """The scores of an auxiliary task, behind its name."""
+class _Validators:
+    """Several validators as one.
 
-    label: str
-    validator: Validator
+    Attributes:
+        parts: each with the label of its scores, which are numbers if it is not empty.
+    """
+
+    parts: Sequence[tuple[str, Validator]]
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        scores = self.validator.scores(encoder)
-        return None if scores is None else {f"{self.label}{name}": float(value) for name, value in scores.items()}
+        all_scores: dict[str, float] = {}
+        for label, validator in self.parts:
+            scores = validator.scores(encoder)
+            if scores is None:
+                return None
+            all_scores |= {label + name: float(value) if label else value for name, value in scores.items()}
+        return all_scores
 
 
 def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Validator | None:
@@ -372,15 +380,17 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
     vocabulary = vocabulary_of(parts.tokenizer)
     room = max_content(task.encoder, vocabulary)
     settings = vocabulary, room, validation.max_documents, task.comm, device
-    validators = []
+    validators: list[tuple[str, Validator | None]] = []
     if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
-        validators.append(task.objective.validator(HeldOutSplit(held_out, *settings)))
+        validators.append(("", task.objective.validator(HeldOutSplit(held_out, *settings))))
     for score, folder in validation.pairs.items():
-        pairs = read_judged(score, expand(folder), parts.tokenizer, room + vocabulary.num_specials)
-        validators.append(StsValidator(pairs, task.objective.exported(), task.comm, device, task.objective.sizes))
+        pairs = tokenized(score, expand(folder), parts.tokenizer, room + vocabulary.num_specials)
+        judged = StsValidator(*pairs, task.objective.exported(), task.comm, device, task.objective.sizes, score)
+        validators.append(("", judged))
     for other in auxiliary:
         rows = plan.training_shards[other.name].held_out()
         split = HeldOutSplit(rows, *settings, other.frontend)
-        if other.frontend is not None and rows.num_documents > 1 and (own := other.objective.validator(split)):
-            validators.append(_TaskValidator(other.label, own))
-    return together([validator for validator in validators if validator is not None])
+        if other.frontend is not None and rows.num_documents > 1:
+            validators.append((other.label, other.objective.validator(split)))
+    scored = [(label, validator) for label, validator in validators if validator is not None]
+    return _Validators(scored) if scored else None
