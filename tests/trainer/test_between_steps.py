@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from groups import run_group
-from loops import BAD, batch, four_documents, loop_of, nothing, same, take, tensors, worker
+from loops import BAD, four_documents, loop_of, nothing, same, take, tensors, worker
 from messages import all_of, says
 
 from declutr.common.errors import EncoderError, SaveError
@@ -41,10 +41,10 @@ def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
     one, other = worker(tmp_path), worker(tmp_path)
     measured = take(one, 1, 6)
     assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
-    assert (one.scheduler.main.nonfinite_losses.skipped, one.scheduler.main.nonfinite_losses.in_a_row) == (2, 0)
+    assert (one.train_step.nonfinite_losses.skipped, one.train_step.nonfinite_losses.in_a_row) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
-        assert other.scheduler.take({"": batch(step)}, step) == measured[step - 1]
+        assert take(other, step, step) == [measured[step - 1]]
     assert same(tensors(one), tensors(other))
 
 
@@ -58,10 +58,10 @@ def test_count_of_bad_losses_is_exact_over_a_resume(tmp_path):
         first.checkpointing.saver.wait()
     second = worker(tmp_path)
     assert second.checkpointing.resume() == 2
-    assert (second.scheduler.main.nonfinite_losses.skipped, second.scheduler.main.nonfinite_losses.in_a_row) == (1, 1)
+    assert (second.train_step.nonfinite_losses.skipped, second.train_step.nonfinite_losses.in_a_row) == (1, 1)
     again = take(second, 3, 6)
     assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
-    assert second.scheduler.main.nonfinite_losses.skipped == 2
+    assert second.train_step.nonfinite_losses.skipped == 2
     assert same(tensors(second), tensors(one))
 
 
@@ -102,7 +102,7 @@ def on_ranks(comm, folder):
             other.checkpointing.after_step(5, {}, stop=False)
         except SaveError as error:
             words = str(error)
-    count, equal = other.scheduler.main.nonfinite_losses.skipped, same(tensors(other), tensors(one))
+    count, equal = other.train_step.nonfinite_losses.skipped, same(tensors(other), tensors(one))
     return (union, no_request, skipped, bool(ended), resumed, count, equal), words
 
 
@@ -114,7 +114,7 @@ def test_checkpoints_of_a_run_whose_task_skipped_a_step_are_kept(tmp_path):
     folder = tmp_path / "checkpoints"
     _, state = checkpoint.find_latest(folder)
     later = RunState(**state.model_dump() | {"step": 2, "files": {}, "tasks_skipped": {"image": (2, 1)}})
-    checkpoint.save(folder, later, collect(one.scheduler.train_steps))
+    checkpoint.save(folder, later, collect(one.train_steps))
     assert checkpoint.find_latest(folder)[1].tasks_skipped == {"image": [2, 1]}
 
 

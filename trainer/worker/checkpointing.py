@@ -1,7 +1,7 @@
 """A worker's part in checkpoints. The first worker chooses and writes them; all take part in the collectives."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.parallel.request import Request
+from declutr.trainer.step.step import TrainStep
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.scheduler import TaskScheduler
 
 if TYPE_CHECKING:  # loads Ray, which a run without it does not need
     from declutr.trainer.worker.entry import Reporter
@@ -47,7 +47,7 @@ class Checkpointing:
         run: Path,
         identity: dict[str, str],
         hashes: dict[str, str],
-        scheduler: TaskScheduler,
+        train_steps: Sequence[TrainStep],
         heartbeat: Heartbeat,
         reporter: "Reporter | None" = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Checkpointing:
         self.at_start = False
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
-        self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main
+        self._config, self._run, self._train_steps, self._train_step = config, run, train_steps, train_steps[-1]
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
@@ -77,9 +77,9 @@ class Checkpointing:
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if latest is None else latest[1]
-            load(path, self._scheduler.train_steps)
+            load(path, self._train_steps)
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
-            for update in self._scheduler.train_steps:
+            for update in self._train_steps:
                 update.nonfinite_losses.skipped, update.nonfinite_losses.in_a_row = counts.get(update.name, (0, 0))
             self._reported, self._validated = state.reported, done
         self.at_start = done == 0
@@ -210,13 +210,13 @@ class Checkpointing:
             memory = saver.reuse_memory() if saver is not None else None
         except Exception:  # noqa: BLE001 - raised after the next agreement; the other workers copy, and would wait
             saver = None
-        contents = collect(self._scheduler.train_steps, keep=saver is not None, memory=memory)
+        contents = collect(self._train_steps, keep=saver is not None, memory=memory)
         if saver is not None:
             if self._reporter is not None:
                 line = {name: value for name, value in (self._heartbeat.line or {}).items() if name != "kind"}
                 place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
                 self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
-            *auxiliary, (_, main) = [(update.name, update.nonfinite_losses) for update in self._scheduler.train_steps]
+            *auxiliary, (_, main) = [(update.name, update.nonfinite_losses) for update in self._train_steps]
             reported = self._reported
             if reported is not None and self._validated != step:
                 reported = reported.model_copy(update={"rows": []})

@@ -3,18 +3,19 @@
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError, UsageError
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.data.stream import Prefetcher
+from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.loggers import Log, wandb_run
@@ -28,7 +29,68 @@ from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import DeviceEvent, events_of
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.scheduler import TaskScheduler, read
+
+if TYPE_CHECKING:  # loads Ray, which an estimate does not need
+    from declutr.trainer.data.stream import Prefetcher
+
+
+def take(train_steps: Sequence[TrainStep], batch: Mapping[str, RankBatch], step: int) -> StepMetrics:
+    """Takes all updates of a step; a bad loss leaves out its own update alone.
+
+    Raises:
+        NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
+    """
+    return read(begin(train_steps, batch, step))
+
+
+def begin(
+    train_steps: Sequence[TrainStep], batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None
+) -> list[PendingStep]:
+    """As `take`, but leaves the metrics to be read later, if they may be, and agrees on the workers' requests.
+
+    Raises:
+        NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
+    """
+    pending = []
+    for train_step in train_steps:
+        pending.append(train_step.begin(batch, step, agreement if train_step is train_steps[-1] else None))
+        if not _all_late(train_steps):
+            pending[-1].read()
+    return pending
+
+
+def _all_late(train_steps: Sequence[TrainStep]) -> bool:
+    """True if metrics may be read while the next step is computed."""
+    return all(train_step.late for train_step in train_steps)
+
+
+def read(pending: Sequence[PendingStep]) -> StepMetrics:
+    """Metrics of all updates of a step: sums of loss and counts; norm, rate and digest by task.
+
+    Raises:
+        NonFiniteLossError: a loss is not finite and may not be skipped.
+    """
+    parts = [step.read() for step in pending]
+    *other_parts, main = parts
+    if not other_parts:
+        return main
+    tokens = sum(part.num_tokens for part in parts)
+    places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)
+    auxiliary = {
+        f"{step.train_step.name}_{key}": getattr(part, key)
+        for step, part in zip(pending, other_parts, strict=False)
+        for key in ("grad_norm", "lr", "batch_digest", "skipped")
+    }
+    return replace(
+        main,
+        loss=sum(part.loss for part in parts),
+        terms={name: value for part in (main, *other_parts) for name, value in part.terms.items()},
+        num_selected=sum(part.num_selected for part in parts),
+        num_tokens=tokens,
+        padding_share=1 - tokens / max(1.0, places),
+        flops=sum(part.flops for part in parts),
+        auxiliary={name: value for part in parts for name, value in part.auxiliary.items()} | auxiliary,
+    )
 
 
 @dataclass
@@ -37,7 +99,7 @@ class TrainingLoop:
 
     Attributes:
         run: folder of the run.
-        scheduler: take the updates of a step, and skip those whose loss is not finite.
+        train_steps: one for each update of a step, in their order; the last has the main task.
         checkpointing: resumes, saves, ends the run.
         prefetch: builds the prefetcher of this worker's batches after a number of steps.
         validator: scores the encoder on held-out documents, or None.
@@ -50,9 +112,9 @@ class TrainingLoop:
     config: TrainConfig
     run: Path
     device: torch.device
-    scheduler: TaskScheduler
+    train_steps: Sequence[TrainStep]
     checkpointing: Checkpointing
-    prefetch: Callable[[int], Prefetcher]
+    prefetch: "Callable[[int], Prefetcher]"
     validator: Validator | None
     stop: Callable[[], bool]
     heartbeat: Heartbeat
@@ -105,7 +167,7 @@ class TrainingLoop:
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
-    def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
+    def take_steps(self, done: int, batches: "Prefetcher", metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
@@ -114,11 +176,11 @@ class TrainingLoop:
         for step, batch in enumerate(batches, start=done + 1):
             heartbeat.set_phase("forward")
             agreement = Agreement(partial(self.requests, step))
-            pending, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
+            pending, ended = begin(self.train_steps, batch, step, agreement), recorder.event()
             recorder.flush_pending()  # the step before, which the device finishes while it has this one to compute
             recorder.add(pending, ended)
             due = step == train_step.total_steps or (every and step % every == 0)
-            if due or step == done + 1 or not self.scheduler.late:
+            if due or step == done + 1 or not _all_late(self.train_steps):
                 recorder.flush_pending()
             heartbeat.finish_step(step)
             scores = self.validate(step, metrics) if due else {}
@@ -135,7 +197,7 @@ class TrainingLoop:
     @property
     def train_step(self) -> TrainStep:
         """The train step of the main task."""
-        return self.scheduler.main
+        return self.train_steps[-1]
 
     def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
         """Computes and records held-out scores of the weights after a step; empty without a validator.
@@ -216,7 +278,7 @@ class Recorder:
 
     loop: TrainingLoop
     first: int
-    batches: Prefetcher
+    batches: "Prefetcher"
     metrics: MetricsWriter | None
     peak: float | None
     event: Callable[[], DeviceEvent]

@@ -23,7 +23,6 @@ from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import refusal, set_up_torch
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
-from declutr.trainer.worker.scheduler import TaskScheduler
 
 if TYPE_CHECKING:  # loads Ray, which a run without it does not need
     from declutr.trainer.worker.entry import Reporter
@@ -88,13 +87,12 @@ def work(
         shares = zip(*(read(name, done) for name in plan.tasks), strict=True)
         return Prefetcher(dict(zip(plan.tasks, rank_batches, strict=True)) for rank_batches in shares)
 
-    scheduler = TaskScheduler(train_steps)
-    checkpointing = Checkpointing(config, plan.folder, of_checkpoints, plan.hashes, scheduler, heartbeat, reporter)
+    checkpointing = Checkpointing(config, plan.folder, of_checkpoints, plan.hashes, train_steps, heartbeat, reporter)
     loop = TrainingLoop(
         config,
         plan.folder,
         device,
-        scheduler,
+        train_steps,
         checkpointing,
         prefetch,
         validator=build_validator(plan, parts, device),
@@ -114,7 +112,7 @@ def work(
         if comm.size > 1:  # the others may wait for this one
             raise RuntimeError(refused) from error
         return {"given_up": refused}
-    if step == scheduler.main.total_steps:
+    if step == plan.total_steps:
         return None
     if checkpointing.early:
         return {"early": True, "step": step}
