@@ -86,7 +86,7 @@ def on_ranks(comm, folder):
     no_request = comm.all_reduce_or(Request(0))
     one = worker(folder, comm)
     skipped = [m.skipped for m in take(one, 1, 3, comm)]
-    one.checkpointing.early_stopping.request = Request.EARLY if comm.rank == 0 else Request(0)
+    one.checkpointing.early_request = Request.EARLY if comm.rank == 0 else Request(0)
     with one.checkpointing.writing(nothing):
         ended = one.checkpointing.after_step(3, {}, stop=comm.rank == comm.size - 1) and one.checkpointing.early
     comm.all_reduce_max(0)

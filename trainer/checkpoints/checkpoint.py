@@ -157,7 +157,14 @@ def steps_among(names: Iterable[str]) -> list[int]:
 def find_latest(
     folder: Path, expected: Mapping[str, str] | None = None, verify: bool = True
 ) -> tuple[Path, RunState] | None:
-    """Finds the newest checkpoint that verifies and logs each one it skips; None: no checkpoint verifies.
+    """Finds the newest checkpoint that verifies; as `first_whole`."""
+    return first_whole(folder, reversed(steps_in(folder)), expected, verify)
+
+
+def first_whole(
+    folder: Path, steps: Iterable[int], expected: Mapping[str, str] | None = None, verify: bool = True
+) -> tuple[Path, RunState] | None:
+    """Finds the first of these checkpoints that verifies and logs each one it skips; None: no checkpoint verifies.
 
     `expected` has fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
     `verify` is as for `read_state`.
@@ -166,7 +173,7 @@ def find_latest(
         UnreadableError: none verifies and the storage failed, so an unread checkpoint may be intact.
     """
     unreadable: UnreadableError | None = None
-    for step in reversed(steps_in(folder)):
+    for step in steps:
         path = checkpoint_path(folder, step)
         try:
             for field, value in (expected or {}).items():

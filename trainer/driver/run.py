@@ -17,7 +17,7 @@ from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.ranking import BestScore, history
+from declutr.trainer.checkpoints.ranking import early_end, history
 from declutr.trainer.checkpoints.state import EXPORT, read_settings
 from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.config import TrainConfig
@@ -165,11 +165,8 @@ def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
         if store is not None:
             store.fetch()
         if done < steps:
-            now = BestScore.of(history(run, config.validation.score, done))
-            early = {
-                "why": now.reason(config.validation.score, config.validation.patience) if now else "",
-                "patience": config.validation.patience,
-            }
+            score, patience = config.validation.score, config.validation.patience
+            early = {"why": early_end(history(run, score, done), score, patience) or "", "patience": patience}
             get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)

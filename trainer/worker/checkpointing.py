@@ -13,7 +13,7 @@ from declutr.common.errors import SaveError
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.ranking import EarlyStopping
+from declutr.trainer.checkpoints.ranking import early_end, history
 from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import Reported, RunState
 from declutr.trainer.checkpoints.store import after_save
@@ -35,7 +35,7 @@ class Checkpointing:
 
     Attributes:
         early: true if the run ended before its last step because its scores no longer improved.
-        early_stopping: judges the scores on the first worker.
+        early_request: EARLY when the run is to end because its scores no longer improve; on the first worker only.
         identity: hashes of settings and data, which the checkpoints of this run have.
         at_start: true if no step of the run is done.
         saver: saver of the first worker inside `writing`; otherwise None.
@@ -52,7 +52,8 @@ class Checkpointing:
         reporter: "Reporter | None" = None,
     ) -> None:
         self.early = False
-        self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
+        self.early_request = Request(0)
+        self._scores: dict[int, float] = {}  # by step, if there is a patience
         self.saver: Saver | None = None
         self.at_start = False
         self._reported: Reported | None = None
@@ -84,7 +85,8 @@ class Checkpointing:
             self._reported, self._validated = state.reported, done
         self.at_start = done == 0
         if first:
-            self.early_stopping.resume(done)
+            if self._config.validation.patience is not None:
+                self._judge(history(self._run, self._config.validation.score, done))
             line = read_last_step(self._run / METRICS)
             last_step = 0 if line is None else line["step"]
             if done or last_step:
@@ -95,7 +97,7 @@ class Checkpointing:
     def ended(self, done: int) -> bool:
         """True if the run already ended early; checked before any further step."""
         if done < self._train_step.total_steps:
-            self.early = Request.EARLY in self._train_step.comm.all_reduce_or(self.early_stopping.request)
+            self.early = Request.EARLY in self._train_step.comm.all_reduce_or(self.early_request)
         return self.early
 
     @contextlib.contextmanager
@@ -126,14 +128,20 @@ class Checkpointing:
         start = [] if self._reported is None else self._reported.start
         if step == 0:
             start = rows.tolist()
-        elif self._train_step.comm.rank == 0:
-            self.early_stopping.measured(step, scores)
+        elif self._train_step.comm.rank == 0 and (value := scores.get(self._config.validation.score)) is not None:
+            self._judge({**self._scores, step: value})
         self._reported = Reported(score=name, start=start, rows=rows.tolist()) if name else None
         self._validated = step
 
+    def _judge(self, scores: dict[int, float]) -> None:
+        """Requests the end of the run if its scores by step no longer improve."""
+        self._scores, validation = scores, self._config.validation
+        ended = early_end(scores, validation.score, validation.patience)
+        self.early_request = Request.EARLY if ended else Request(0)
+
     def requests(self, step: int, scores: dict[str, float], stop: bool) -> Request:
         """Requests of this worker after a step; the arguments are those of `after_step`."""
-        request = self.early_stopping.request | (Request.STOP if stop else Request(0))
+        request = self.early_request | (Request.STOP if stop else Request(0))
         rated = self._config.chooses and self._config.validation.score in scores
         if self.saver is not None:
             request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
