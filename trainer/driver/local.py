@@ -11,8 +11,8 @@ from declutr.trainer.driver.continuation import Device
 from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.device import torch_as_before
+from declutr.trainer.worker.entry import work
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.work import work
 
 
 class LocalRun:
