@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
@@ -45,9 +45,6 @@ from declutr.trainer.driver.continuation import (
 from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.metrics.loggers import ProgressBar
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder
-
-if TYPE_CHECKING:
-    from declutr.trainer.driver.local import LocalRun
 
 _FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
@@ -144,7 +141,7 @@ def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
         for sentence in (*validation_remarks(plan), *corpora_remarks(plan, steps)):
             get_logger().warning("%s", sentence)
         training_since = time.monotonic()
-        workers = _workers(plan, signals, began, store)
+        workers = Supervisor(plan, signals, began, partial(choose_device, config.scaling, run, store))
         try:
             rows = "docs" if plan.manifest.noun == "documents" else "rows"
             terms = [
@@ -189,13 +186,3 @@ def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
     if store is not None:
         store.send(*_FILES)
     return summary
-
-
-def _workers(plan: RunPlan, signals: Signals, began: float, store: RunStore | None) -> "Supervisor | LocalRun":
-    """The supervisor of the run's worker group; without Ray, the run in this process."""
-    arguments = plan, signals, began, partial(choose_device, plan.config.scaling, plan.folder, store)
-    if plan.config.scaling.local:
-        from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
-
-        return LocalRun(*arguments)
-    return Supervisor(*arguments)

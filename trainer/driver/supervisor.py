@@ -2,6 +2,7 @@
 
 Ray Train performs one start of the group at a time; it restarts a group by itself only to grow it or after a node was
 drained. So one policy covers every failure: of a worker, its node, the coordinator, the local Ray session, or a hang.
+Without Ray (`scaling.num_workers: 0`) the steps are taken in this process, and an error ends the run.
 """
 
 import secrets
@@ -27,6 +28,7 @@ from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
+from declutr.trainer.worker.heartbeat import Heartbeat
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
@@ -105,20 +107,18 @@ class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
     `began` is the begin of the command (Unix time). `choose_device` returns the run's device, given Ray's resources.
-
-    Attributes:
-        line: the newest step's line of metrics; None before the first.
     """
 
     def __init__(
         self, plan: RunPlan, signals: Signals, began: float, choose_device: Callable[[Mapping[str, float]], Device]
     ) -> None:
         self.scaling, self.run, self.steps, self.signals = plan.config.scaling, plan.folder, plan.total_steps, signals
-        self._settings = plan.for_workers()
+        self._plan, self._settings = plan, plan.for_workers()
         self._name = str(self._settings["config"]["run"])
         self._checkpoints = child(self._name, CHECKPOINTS)
         self.restarts = 0
-        self.line: dict[str, Any] | None = None
+        self._here = Heartbeat(0, 1)  # of a run in this process
+        self._line: dict[str, Any] | None = None
         self._num_read: dict[tuple[str, int], int] = {}
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
@@ -128,6 +128,11 @@ class Supervisor:
         self._began = began
         self._slow_start = SlowStart(0.0)
         self._choose_device = choose_device
+
+    @property
+    def line(self) -> dict[str, Any] | None:
+        """The newest step's line of metrics; None before the first."""
+        return self._here.line or self._line
 
     def run_to_end(self) -> int:
         """Starts the group until the run reaches its last step or stops early; returns the last step taken.
@@ -140,7 +145,7 @@ class Supervisor:
             self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds)
             self._hang = None
             kills_before = oom_kills()
-            outcome = self._start_once()
+            outcome = self._train_here() if self.scaling.local else self._start_once()
             if outcome is None:
                 return self.steps
             self._began = time.time()
@@ -155,6 +160,18 @@ class Supervisor:
             else:
                 reason = self._notices or outcome["stopped"]
                 get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
+
+    def _train_here(self) -> dict[str, Any] | None:
+        """Takes the steps in this process; the result is that of `work`."""
+        import torch  # which a driver of a group does not need
+
+        from declutr.trainer.worker.device import torch_as_before
+        from declutr.trainer.worker.entry import work
+
+        device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
+        config, identity = self._plan.config, self._plan.identity
+        with torch_as_before():
+            return work(config, identity, device, self._here, self._began, lambda: self.signals.received)
 
     def _start_once(self) -> dict[str, Any] | GroupFailure | None:
         """Starts the group once; None at the last step, else the result of its workers or the failure."""
@@ -240,7 +257,7 @@ class Supervisor:
     def _log_new_lines(self, heartbeats: list[dict[str, Any]]) -> None:
         """Logs new lines of the workers, equal ones once, and keeps the first worker's newest metrics."""
         for heartbeat in heartbeats:
-            self.line = heartbeat["line"] or self.line
+            self._line = heartbeat["line"] or self._line
             key = (heartbeat["group"], heartbeat["rank"])
             new = heartbeat["num_logged"] - self._num_read.get(key, 0)
             self._num_read[key] = heartbeat["num_logged"]
