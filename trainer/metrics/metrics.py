@@ -31,28 +31,6 @@ _TAIL_BYTES = 8192  # of the newest lines
 _OF_SCORES = ("validation", "alarm")  # kinds of lines of the weights with which a start begins
 
 
-def rates(
-    measured: "StepMetrics", seconds: float, documents: int, waited_seconds: float, peak_flops: float | None
-) -> dict[str, float | None]:
-    """Tokens and documents a second, the data-wait share of the time, utilisation and peak memory of a step.
-
-    Args:
-        measured: metrics of the step.
-        seconds: time of the step.
-        documents: number of documents of the step over all workers.
-        waited_seconds: time this worker waited for data.
-        peak_flops: peak FLOPs per second of all workers' devices together; None if unknown.
-    """
-    return {
-        "seconds": seconds,
-        "tokens_per_second": measured.num_tokens / seconds,
-        "documents_per_second": documents / seconds,
-        "data_wait_share": min(1.0, waited_seconds / seconds),  # a GPU may compute the step before in this time
-        "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
-        "peak_memory_mib": peak_memory_mib(),
-    }
-
-
 def memory_mib() -> float:
     """Memory in MiB of the GPU if one is used, else of this host."""
     import torch
@@ -203,8 +181,8 @@ class MetricsWriter:
         """Writes a line, and the alarms that it gives rise to."""
         line = self._add(line)
         for alarm in self._alarms.add(line) if self._alarms else ():
-            get_logger().warning("step %d: %s", alarm.step, alarm.text)
-            self._add({"kind": "alarm", "step": alarm.step, **alarm.line()})
+            get_logger().warning("%s", alarm["text"])
+            self._add(alarm)
         return line
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.loggers import Log, wandb_run
-from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, rates
+from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, peak_memory_mib
 from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.objectives.scores import divide
@@ -314,8 +314,15 @@ class Recorder:
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
-            documents = self.loop.config.batch_documents
-            speed = rates(measured, seconds, documents, self._waited_seconds, self.peak)
+            speed = {
+                "seconds": seconds,
+                "tokens_per_second": measured.num_tokens / seconds,
+                "documents_per_second": self.loop.config.batch_documents / seconds,
+                # a GPU may compute the step before in this time
+                "data_wait_share": min(1.0, self._waited_seconds / seconds),
+                "mfu": None if self.peak is None else measured.flops / seconds / self.peak,
+                "peak_memory_mib": peak_memory_mib(),
+            }
             self.loop.heartbeat.line = self.metrics.step(step, measured, speed | self.loop.corpus_rows(step))
         self._began = self._ended
 
