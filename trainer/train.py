@@ -37,43 +37,24 @@ from declutr.trainer.driver.checks import refuse, resolve
 from declutr.trainer.driver.continuation import SUMMARY
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.run import RunPlan, unknown
-from declutr.trainer.scaling import ScalingConfig
 
 
-class _EarlyRay:
-    """Starts Ray in a thread during loading and checks, unless the run is finished."""
+def _ray_in_thread(config: TrainConfig) -> threading.Thread | None:
+    """A thread that starts Ray during loading and checks; None if the run is finished, or the caller has a session."""
+    session = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if session or (not is_remote(config.run) and (expand(config.run) / SUMMARY).is_file()):
+        return None
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._thread: threading.Thread | None = None
-        self._tried = threading.Event()
-        session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # a session started by the caller
-        if not session and (is_remote(config.run) or not (expand(config.run) / SUMMARY).is_file()):
-            arguments = (config.scaling,)
-            self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
-            get_logger().info("starting Ray while loading torch and transformers")
-            self._thread.start()
-
-    def _start(self, scaling: ScalingConfig) -> None:
+    def start() -> None:
         from declutr.common.session import start_ray
 
-        try:
-            with contextlib.suppress(Exception):  # the supervisor retries and reports the error
-                start_ray(scaling.num_cpus, scaling.address)
-        finally:
-            self._tried.set()
+        with contextlib.suppress(Exception):  # the supervisor retries and reports the error
+            start_ray(config.scaling.num_cpus, config.scaling.address)
 
-    def wait(self) -> None:
-        """Waits until Ray has started or failed to start."""
-        if self._thread:
-            self._tried.wait()
-
-    def end(self) -> None:
-        """Stops Ray, also after a refused run."""
-        if self._thread:
-            self._tried.wait()
-            import ray
-
-            ray.shutdown()
+    thread = threading.Thread(target=start, name="declutr-ray", daemon=True)
+    get_logger().info("starting Ray while loading torch and transformers")
+    thread.start()
+    return thread
 
 
 def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -194,14 +175,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.plan:
         sys.stdout.write(_estimate(plan or resolve(config)))
         return 0
-    early = None if config.scaling.local else _EarlyRay(config)
+    early = None if config.scaling.local else _ray_in_thread(config)
+    wait_for_ray = early.join if early else lambda: None
     from declutr.trainer.driver.continuation import neighbours_of
 
     try:
-        summary = _train(config, plan, _began(), early.wait if early else None)
+        summary = _train(config, plan, _began(), None if config.scaling.local else wait_for_ray)
     finally:
-        if early:
-            early.end()
+        if early:  # also after a refused run
+            early.join()
+            import ray
+
+            ray.shutdown()
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
     sys.stdout.write("".join(f"; {sentence}" for sentence in (summary["verdict"]["sentence"], *neighbours_of(summary))))
