@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(_estimate(plan or resolve(config)))
         return 0
     early = None if config.scaling.local else _ray_in_thread(config)
-    wait_for_ray = early.join if early else lambda: None
+    wait_for_ray: Callable[[], None] = early.join if early else lambda: None
     from declutr.trainer.driver.continuation import neighbours_of
 
     try:

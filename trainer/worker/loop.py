@@ -27,7 +27,7 @@ from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
 from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.checkpointing import Checkpointing
-from declutr.trainer.worker.device import DeviceEvent, events_of
+from declutr.trainer.worker.device import DeviceEvent
 from declutr.trainer.worker.heartbeat import Heartbeat
 
 if TYPE_CHECKING:  # loads Ray, which an estimate does not need
@@ -171,7 +171,7 @@ class TrainingLoop:
         """Takes the steps after `done`; returns the last one taken."""
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
-        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), events_of(self.device))
+        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), partial(DeviceEvent, self.device))
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
             heartbeat.set_phase("forward")
