@@ -56,8 +56,11 @@ class Listener(Watcher):
 
     def notice(self) -> str | None:
         """Reason to save and stop, or None."""
-        signal = signalled()
-        return self._heartbeat.record_signal(signal) if signal else self._received
+        signal, heartbeat = signalled(), self._heartbeat
+        if signal is None:
+            return self._received
+        heartbeat.notice = f"{signal} to worker {heartbeat.rank} (host {heartbeat.host}, pid {heartbeat.pid})"
+        return heartbeat.notice
 
     def look(self) -> None:
         """Posts the heartbeat and reads the driver's notice."""

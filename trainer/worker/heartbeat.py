@@ -52,30 +52,20 @@ class Heartbeat:
     def doing(self, phase: str) -> Iterator[None]:
         """Sets the phase while the block runs."""
         before = self.phase
-        self.set_phase(phase)
+        self.phase = phase
         try:
             yield
         finally:
-            self.set_phase(before)
-
-    def set_phase(self, phase: str) -> None:
-        """Sets the phase until the next change."""
-        self.phase = phase
+            self.phase = before
 
     def finish_step(self, step: int) -> None:
         """Records a finished step."""
-        self.step, self.steps = step, self.steps + 1
-        self.set_phase("data")
+        self.step, self.steps, self.phase = step, self.steps + 1, "data"
 
     def snapshot(self) -> dict[str, Any]:
         """The fields that the driver reads, as JSON values."""
         # `written` changes with every snapshot, so that the watchdog sees that this worker still writes.
         return vars(self) | {"written": time.time()}
-
-    def record_signal(self, signal: str) -> str:
-        """Stores a signal to this worker; returns the message about it."""
-        self.notice = f"{signal} to worker {self.rank} (host {self.host}, pid {self.pid})"
-        return self.notice
 
 
 class HeartbeatLogHandler(logging.Handler):

@@ -133,7 +133,7 @@ class TrainingLoop:
         if done == 0:
             self.refuse_random_weights()
         if self.checkpointing.ended(done):
-            self.heartbeat.set_phase("ended")
+            self.heartbeat.phase = "ended"
             return done
         with (
             contextlib.closing(self.prefetch(done)) as batches,
@@ -172,9 +172,9 @@ class TrainingLoop:
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
         recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), partial(DeviceEvent, self.device))
-        heartbeat.set_phase("data")
+        heartbeat.phase = "data"
         for step, batch in enumerate(batches, start=done + 1):
-            heartbeat.set_phase("forward")
+            heartbeat.phase = "forward"
             agreement = Agreement(partial(self.requests, step))
             pending, ended = begin(self.train_steps, batch, step, agreement), recorder.event()
             recorder.flush_pending()  # the step before, which the device finishes while it has this one to compute
@@ -185,7 +185,7 @@ class TrainingLoop:
             heartbeat.finish_step(step)
             scores = self.validate(step, metrics) if due else {}
             if self.checkpointing.after_step(step, scores, self.stop(), recorder.flush_pending, agreement.agreed):
-                heartbeat.set_phase("ended")
+                heartbeat.phase = "ended"
                 return step
             recorder.restart_clock()
         return done
