@@ -4,8 +4,7 @@ The files in the store are the run. The folder on a host is a copy; files that w
 """
 
 import fcntl
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,12 +45,6 @@ def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicato
     step = comm.all_reduce_max(0 if newest is None else newest[1].step)
     if step and comm.rank != 0:
         store.fetch_step(step)
-
-
-def after_save(address: str, folder: Path, config: CheckpointConfig, score: str) -> Callable[[int], None] | None:
-    """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder."""
-    store = store_of(address, folder, RetryPolicy(total_seconds=0.0))  # the saver retries
-    return None if store is None else partial(store.save, config, score)
 
 
 class RunStore:

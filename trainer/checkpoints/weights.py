@@ -62,29 +62,21 @@ def load(path: Path, train_steps: Sequence[TrainStep]) -> None:
     disk space while one of them exists.
 
     Raises:
-        CheckpointError: names or shapes differ.
+        CheckpointError: names or shapes differ, or the state of an objective does not fit.
     """
     load_parameters(path, train_steps[0].encoder)
     for train_step in train_steps:
         file = path / _file(train_step.name, OPTIMIZER)
         _load_moments(file, step_parameters(train_step), train_step.optimizer)
+        device = next(train_step.encoder.parameters()).device
         for task in train_step.tasks:
-            load_task(path, task, next(train_step.encoder.parameters()).device)
-
-
-def load_task(path: Path, task: TrainTask, device: torch.device | None = None) -> None:
-    """Restores a task's objective and frontend.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
-    file = path / _file(task.name, FRONTEND)
-    load_objective(path, task.objective, device, _file(task.name, OBJECTIVE))
-    if file.is_file() != (task.frontend is not None):
-        has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"
-        raise CheckpointError(f"{path}: {has} {task.name}")
-    if task.frontend is not None:
-        _copy(load_file(file), dict(task.frontend.named_parameters()), file)
+            load_objective(path, task.objective, device, _file(task.name, OBJECTIVE))
+            file = path / _file(task.name, FRONTEND)
+            if file.is_file() != (task.frontend is not None):
+                has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"
+                raise CheckpointError(f"{path}: {has} {task.name}")
+            if task.frontend is not None:
+                _copy(load_file(file), dict(task.frontend.named_parameters()), file)
 
 
 def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ from declutr.common.bootstrap import F64
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import SaveError
 from declutr.common.stores.address import child
+from declutr.common.stores.folder import RetryPolicy
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import early_end, history
 from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import Reported, RunState
-from declutr.trainer.checkpoints.store import after_save
+from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
@@ -108,7 +110,8 @@ class Checkpointing:
             return
         config = self._config
         score = config.validation.score
-        after = after_save(config.run, self._run, config.checkpoint, score)
+        store = store_of(config.run, self._run, RetryPolicy(total_seconds=0.0))  # the saver retries
+        after = None if store is None else partial(store.save, config.checkpoint, score)
         saving = config.checkpoint.in_steps(self._train_step.total_steps)
         self.saver = Saver(self._run / CHECKPOINTS, saving, score, before=before, after=after)
         try:
