@@ -64,11 +64,6 @@ class RunState(Strict):
     tasks_skipped: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     """The same two numbers of each auxiliary task with its own update, if it skipped steps."""
 
-    @property
-    def identity(self) -> str:
-        """Identity of the checkpoint, which differs if a repeated step has different weights."""
-        return hash_json(self.files)
-
 
 def has_checksum(path: Path, checksum: str) -> bool:
     """Compares a file with its checksum.

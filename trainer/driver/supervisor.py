@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.continuation import FAILURES, Device
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_node, describe, oom_kills
-from declutr.trainer.driver.group import Fit, build_group, kill_worker
+from declutr.trainer.driver.group import build_group, kill_worker, start_fit
 from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
@@ -176,8 +177,8 @@ class Supervisor:
     def _start_once(self) -> dict[str, Any] | GroupFailure | None:
         """Starts the group once; None at the last step, else the result of its workers or the failure."""
         try:
-            wait = _HEAD_SECONDS if self.restarts else 0.0
-            start_ray(self.scaling.num_cpus, self.scaling.address, wait)
+            wait_seconds = _HEAD_SECONDS if self.restarts else 0.0
+            start_ray(self.scaling.num_cpus, self.scaling.address, wait_seconds)
         except Exception as error:  # Ray raises a bare Exception, for example on a busy machine
             ray.shutdown()
             why, account = str(error), "".join(traceback.format_exception(error))
@@ -190,9 +191,8 @@ class Supervisor:
         self._slow_start = SlowStart(time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
         settings = {**self._settings, "device": device, "channel": channel.name, "began": self._began}
-        fit = Fit(build_group(self.scaling, self.run, settings))
-        reader = ChannelReader(channel)
-        fit.start()
+        trainer, reader = build_group(self.scaling, self.run, settings), ChannelReader(channel)
+        fit = start_fit(trainer)
         try:
             with reader:
                 lost = self._watch(fit, reader)
@@ -202,13 +202,14 @@ class Supervisor:
         if lost is not None:
             ray.shutdown()
             return lost
-        if fit.error is None:
-            outcome: dict[str, Any] | None = fit.value
+        cause = fit.exception()
+        if cause is None:
+            outcome: dict[str, Any] | None = fit.result()
             return outcome
         if self.signals.received is not None:
             raise self._stopped(None)
         nodes = {heartbeat["node"] for heartbeat in reader.heartbeats}
-        failure = blame_node(describe(fit.error), nodes, self.signals.wait)
+        failure = blame_node(describe(cause), nodes, self.signals.wait)
         if self._hang:
             failure = GroupFailure(str(self._hang), "hang", failure.account)
         elif self._notices:
@@ -217,10 +218,10 @@ class Supervisor:
             ray.shutdown()
         return failure
 
-    def _watch(self, fit: Fit, reader: ChannelReader) -> GroupFailure | None:
+    def _watch(self, fit: Future[Any], reader: ChannelReader) -> GroupFailure | None:
         """Watches the workers until they end; returns a failure if Ray itself no longer answers."""
         asked_at: float | None = None
-        while not fit.wait(EVERY_SECONDS):
+        while not wait([fit], EVERY_SECONDS).done:
             now = time.monotonic()
             if self.signals.received is not None and asked_at is None:
                 asked_at = now
@@ -231,7 +232,7 @@ class Supervisor:
                 if reader.heartbeats:
                     get_logger().warning("the workers did not stop within %.0f s", now - asked_at)
                 ray.shutdown()  # without heartbeats no worker could save yet
-                fit.wait(_END_SECONDS)  # a thread that is still inside Ray can crash the process at its end
+                wait([fit], _END_SECONDS)  # a thread that is still inside Ray can crash the process at its end
                 raise self._stopped(None)
             if reader.draining and reader.stop_reason is None:
                 get_logger().warning("%s: saving", reader.draining)
