@@ -88,7 +88,7 @@ def build_parts(
         build_task(task, plan.manifests[name], encoder, comm, microbatch, autocast_type(config.precision, device))
         for name, task in plan.tasks.items()
     )
-    collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
+    collators = {task.name: task.objective.collator(vocabulary, max_content(encoder, vocabulary)) for task in tasks}
     return Parts(tokenizer, encoder, tasks, collators)
 
 
@@ -271,11 +271,6 @@ def used_parameters(encoder: Encoder, tasks: Sequence[TrainTask]) -> set[int]:
         if task.objective.config.mlm:
             used |= {id(p) for p in encoder.model.parameters()}
     return used - {id(p) for p in frozen_parameters(encoder.model, encoder.config.num_trainable_layers)}
-
-
-def build_collator(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabulary) -> Collator:
-    """The collator of an objective, with spans that fit the encoder."""
-    return objective.collator(vocabulary, max_content(encoder, vocabulary))
 
 
 def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:

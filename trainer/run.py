@@ -18,7 +18,7 @@ from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
@@ -88,7 +88,7 @@ class RunPlan:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each task's shards."""
-        return data_hashes(self.manifests)
+        return {name: data_hash(manifest) for name, manifest in self.manifests.items()}
 
     @property
     def identity(self) -> dict[str, str]:

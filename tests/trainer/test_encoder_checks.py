@@ -21,10 +21,10 @@ from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
 
 from declutr.encoders.loading import load_encoder
-from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.trainer.build import build_encoder, build_task, used_parameters
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
@@ -300,7 +300,8 @@ def config(tmp_path):
     frontend = {"image_size": 16, "patch_size": [8, 8]}
     image = {"data": str(tmp_path / "images/out"), "objective": {"kind": "supcon"}, "batch_documents": 4}
     config = config_of(tmp_path / "data", tmp_path / "run", auxiliary_tasks={"image": image | {"frontend": frontend}})
-    hashes = data_hashes({"": load_manifest(tmp_path / "data"), "image": load_manifest(tmp_path / "images/out")})
+    folders = {"": tmp_path / "data", "image": tmp_path / "images/out"}
+    hashes = {name: data_hash(load_manifest(folder)) for name, folder in folders.items()}
     identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes), "task_hashes": hashes}
     state = state_of(2).model_copy(update=identity)
     checkpoint.save(tmp_path / "run/checkpoints", state, {"encoder.safetensors": {}})

@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field, model_validator
 from declutr.common.config import Strict
 from declutr.common.errors import DamagedError
 from declutr.common.storage import hash_json, read_record
-from declutr.pipeline.shards.manifest import Manifest, data_hash
 from declutr.trainer.metrics.config import Interval, steps_between
 
 Rows = list[float] | list[list[float]]
@@ -75,13 +74,8 @@ def has_checksum(path: Path, checksum: str) -> bool:
         return XXH3 + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() == checksum
 
 
-def data_hashes(manifests: Mapping[str, Manifest]) -> dict[str, str]:
-    """Identity of each task's data by its name; the main task has the name ""."""
-    return {name: data_hash(manifest) for name, manifest in manifests.items()}
-
-
 def joint_hash(hashes: Mapping[str, str]) -> str:
-    """Identity of a run's data, from `data_hashes`."""
+    """Identity of a run's data, from the hash of each task's shards by its name; the main task has the name ""."""
     return hashes[""] if len(hashes) == 1 else hash_json(hashes)
 
 

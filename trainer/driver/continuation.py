@@ -12,7 +12,7 @@ import msgspec
 
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import CheckpointError, DamagedError
+from declutr.common.errors import DamagedError
 from declutr.common.storage import Record, hash_json, read_record, write_json
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
@@ -190,23 +190,6 @@ def other_shards(plan: RunPlan) -> list[str]:
                 f"name another folder for the run, or restore the shards{order}"
             ]
     return []
-
-
-def refuse_lost_steps(run: Path, done: int) -> None:
-    """Refuses to take the steps of a finished run again.
-
-    Args:
-        run: folder of the run.
-        done: step of its newest whole checkpoint; 0 without.
-
-    Raises:
-        CheckpointError: the checkpoints are gone or broken.
-    """
-    if done == 0 and (run / SUMMARY).is_file():
-        raise CheckpointError(
-            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
-            "and replace its results; name another folder, or delete this one"
-        )
 
 
 # Files that the driver writes at the end of a run or command.

@@ -40,7 +40,6 @@ from declutr.trainer.driver.continuation import (
     first_and_last_scores,
     other_checkpoints,
     read_seconds,
-    refuse_lost_steps,
 )
 from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.metrics.loggers import ProgressBar
@@ -114,7 +113,11 @@ def _train(plan: RunPlan, signals: Signals, began: float) -> dict[str, Any]:
     store = store_of(config.run, run)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
-    refuse_lost_steps(run, done)
+    if done == 0 and (run / SUMMARY).is_file():  # the steps of a finished run are not taken again
+        raise CheckpointError(
+            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
+            "and replace its results; name another folder, or delete this one"
+        )
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / RESUME_SETTINGS, config.resume_settings())
     # readers of the run open no address that it names
