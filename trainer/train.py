@@ -33,9 +33,8 @@ from declutr.common.lock import refuse_held
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.checks import refuse, resolve
+from declutr.trainer.driver.checks import place_problems, refuse, resolve
 from declutr.trainer.driver.continuation import SUMMARY
-from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.run import RunPlan, unknown
 
 

@@ -13,8 +13,14 @@ from processes import run_python
 from declutr.common.errors import DamagedError, TrainingFailedError
 from declutr.common.storage import read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
-from declutr.trainer.driver.checks import ray_problems
-from declutr.trainer.driver.continuation import DEVICE, choose_device, device_problem, kept_device, recorded_device
+from declutr.trainer.driver.continuation import (
+    DEVICE,
+    choose_device,
+    device_problem,
+    kept_device,
+    ray_problems,
+    recorded_device,
+)
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep

@@ -22,7 +22,7 @@ from volumes import small_volume
 from waiting import until
 
 from declutr.common import errors
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.checks import place_problems
 from declutr.trainer.metrics import loggers
 from declutr.trainer.metrics.config import WandbConfig
 from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, ProgressBar, run_id, tensorboard, wandb_run

@@ -9,7 +9,7 @@ import tinyruns as runs
 import torch
 from messages import says
 
-from declutr.trainer.driver.checks import ray_problems
+from declutr.trainer.driver.continuation import ray_problems
 from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.driver.watchdog import SlowStart, Watchdog
 from declutr.trainer.worker.backend import _signalled, listen

@@ -21,14 +21,7 @@ from declutr.trainer.checkpoints.ranking import early_end, history
 from declutr.trainer.checkpoints.state import EXPORT, read_settings
 from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.checks import (
-    corpora_remarks,
-    load_problems,
-    ray_problems,
-    refuse,
-    resolve,
-    validation_remarks,
-)
+from declutr.trainer.driver.checks import corpora_remarks, load_problems, refuse, resolve, validation_remarks
 from declutr.trainer.driver.continuation import (
     DEVICE,
     FAILURES,
@@ -39,6 +32,7 @@ from declutr.trainer.driver.continuation import (
     ended_early,
     first_and_last_scores,
     other_checkpoints,
+    ray_problems,
     read_seconds,
 )
 from declutr.trainer.driver.supervisor import Signals, Supervisor
