@@ -21,9 +21,9 @@ from declutr.trainer.driver.continuation import (
     ray_problems,
     recorded_device,
 )
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep
+from declutr.trainer.train import run_training
 from declutr.trainer.worker.device import DeviceEvent, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder
 

@@ -17,9 +17,9 @@ from declutr.common.errors import CheckpointError, TrainingFailedError
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.driver.checks import corpora_remarks, resolve
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.objectives.scores import held_out_rows
+from declutr.trainer.train import run_training
 
 LOCAL = {"num_workers": 0}
 
