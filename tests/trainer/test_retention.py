@@ -19,7 +19,7 @@ from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.trainer.checkpoints import checkpoint, ranking, saver
 from declutr.trainer.checkpoints.ranking import early_end, find_best, from_best, history, kept
 from declutr.trainer.checkpoints.saver import write_tensors
-from declutr.trainer.checkpoints.state import CheckpointConfig, RunState, has_checksum
+from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.metrics import MetricsWriter
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
@@ -76,9 +76,6 @@ def test_broken_ones_neither_count_nor_stay(tmp_path):
     write(tmp_path, 6)
     ranking.prune(tmp_path, CheckpointConfig(keep_last=2), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [1, 2, 6]
-    (tmp_path / ".step-00000009.tmp").mkdir()  # of a writer that was killed
-    ranking.sweep(tmp_path)
-    assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -247,7 +244,6 @@ def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch, chunk_bytes):
     checksum = write_tensors(path, TENSORS)
     assert path.read_bytes() == save(TENSORS)
     assert checksum == f"xxh3:{xxhash.xxh3_128(path.read_bytes()).hexdigest()}"
-    assert has_checksum(path, checksum)
 
 
 def test_tensorfile_of_no_tensors_is_read_back(tmp_path):

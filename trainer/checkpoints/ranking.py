@@ -3,7 +3,6 @@
 Every decision follows from files, so a resumed run decides like one that was never stopped.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -101,13 +100,3 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))
-
-
-def sweep(folder: Path) -> None:
-    """Deletes what killed writers left half-written; no other writer runs now.
-
-    Raises:
-        OSError: the storage does not answer.
-    """
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path)

@@ -194,7 +194,8 @@ class Saver:
         if job is not self._saved_job:  # otherwise only `after` failed
             self._before()
             try:
-                ranking.sweep(self.folder)  # before the write, which may need their room
+                for left in self.folder.glob(".step-*.tmp"):  # no other writer runs now; the write may need their room
+                    shutil.rmtree(left)
             except OSError as error:
                 get_logger().warning("remains of a killed writer in %s stay (%s)", self.folder, error.strerror)
             checkpoint.save(self.folder, job.state, job.contents)

@@ -1,12 +1,10 @@
 """State of a run in addition to its weights: one record, from which everything else is computed."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import xxhash
 from pydantic import ConfigDict, Field, model_validator
 
 from declutr.common.config import Strict
@@ -62,16 +60,6 @@ class RunState(Strict):
     """Number of skipped steps directly before and at `step`."""
     tasks_skipped: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     """The same two numbers of each auxiliary task with its own update, if it skipped steps."""
-
-
-def has_checksum(path: Path, checksum: str) -> bool:
-    """Compares a file with its checksum.
-
-    Raises:
-        OSError: the storage failed.
-    """
-    with path.open("rb") as stream:
-        return XXH3 + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() == checksum
 
 
 def joint_hash(hashes: Mapping[str, str]) -> str:

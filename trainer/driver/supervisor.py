@@ -219,7 +219,7 @@ class Supervisor:
         return failure
 
     def _watch(self, fit: Future[Any], reader: ChannelReader) -> GroupFailure | None:
-        """Watches the workers until they end; returns a failure if Ray itself no longer answers."""
+        """Watches the workers until they end, and kills one that hangs; returns a failure if Ray no longer answers."""
         asked_at: float | None = None
         while not wait([fit], EVERY_SECONDS).done:
             now = time.monotonic()
@@ -240,20 +240,15 @@ class Supervisor:
             silent = now - reader.answered
             if silent > _LOST_SECONDS:
                 return GroupFailure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
-            self._check(reader.heartbeats, now)
+            hang = self._watchdog.look(reader.heartbeats, now)
+            self._log_new_lines(reader.heartbeats)
+            if message := self._slow_start.look(reader.heartbeats, now):
+                get_logger().info("%s", message)
+            if hang is not None and self._hang is None:
+                self._hang = hang
+                get_logger().error("%s; starting the group again", hang)
+                kill_worker(hang.heartbeat)
         return None
-
-    def _check(self, heartbeats: list[dict[str, Any]], now: float) -> None:
-        """Logs news of the workers, and kills a worker that hangs."""
-        hang = self._watchdog.look(heartbeats, now)
-        self._log_new_lines(heartbeats)
-        if message := self._slow_start.look(heartbeats, now):
-            get_logger().info("%s", message)
-        if hang is None or self._hang:
-            return
-        self._hang = hang
-        get_logger().error("%s; starting the group again", hang)
-        kill_worker(hang.heartbeat)
 
     def _log_new_lines(self, heartbeats: list[dict[str, Any]]) -> None:
         """Logs new lines of the workers, equal ones once, and keeps the first worker's newest metrics."""
