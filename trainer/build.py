@@ -20,7 +20,8 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.metrics.sts import StsValidator, tokenized
+from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
+from declutr.trainer.metrics.sts import StsValidator
 from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
@@ -379,8 +380,12 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
     if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
         validators.append(("", task.objective.validator(HeldOutSplit(held_out, *settings))))
     for score, folder in validation.pairs.items():
-        pairs = tokenized(score, expand(folder), parts.tokenizer, room + vocabulary.num_specials)
-        judged = StsValidator(*pairs, task.objective.exported(), task.comm, device, task.objective.sizes, score)
+        gold, first, second = zip(*read_pairs(expand(folder), FILES[score]), strict=True)
+        longest = room + vocabulary.num_specials  # longer texts are cut at the end
+        tokens = parts.tokenizer([*first, *second], truncation=True, max_length=longest, return_attention_mask=False)
+        judged = StsValidator(
+            tokens["input_ids"], list(gold), task.objective.exported(), task.comm, device, task.objective.sizes, score
+        )
         validators.append(("", judged))
     for other in auxiliary:
         rows = plan.training_shards[other.name].held_out()

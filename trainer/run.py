@@ -245,7 +245,10 @@ def _spans(task: TaskSettings, run: Path, manifest: Manifest | None) -> SpanConf
     if not missing:
         return task.spans
     began = manifest is None or bool(steps_in(run / CHECKPOINTS))  # else nothing is computed yet
-    values = (_started_with(run, task.name) if began else {}) or _of_shards(task, manifest)
+    values = _started_with(run, task.name) if began else {}
+    if not values and manifest is not None:  # rows of short texts have no spans: the defaults stay
+        geometry = manifest.geometry if manifest.content.kind == "documents" else task.spans
+        values = {key: getattr(geometry, key) for key in _GEOMETRY}
     update = {key: values[key] for key in missing if key in values}
     if "min_tokens" in update:
         longest = update.get("max_tokens", task.spans.max_tokens)
@@ -268,11 +271,3 @@ def _started_with(run: Path, task: str) -> dict[str, Any]:
         return {key: int(spans[key]) for key in _GEOMETRY}
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
         return {}
-
-
-def _of_shards(task: TaskSettings, manifest: Manifest | None) -> dict[str, Any]:
-    if manifest is None:
-        return {}
-    # Rows of short texts have no spans: the defaults stay.
-    geometry = manifest.geometry if manifest.content.kind == "documents" else task.spans
-    return {key: getattr(geometry, key) for key in _GEOMETRY}

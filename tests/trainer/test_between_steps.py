@@ -15,13 +15,12 @@ from declutr.common.errors import EncoderError, SaveError
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
-from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.model.language_model import LoadReport
 from declutr.trainer.objectives.scores import RowScore, choosing_rows
-from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.request import Request
 from declutr.trainer.run import run_folder
 from declutr.trainer.step.step import NonFiniteLossError
@@ -336,7 +335,7 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
         config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
         run = run_folder(config.run, config.cache)
         expected = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(tmp_path / "data"))}
-        fetch_run(store_of(config.run, run), expected, Communicator())
+        store_of(config.run, run).fetch(expected=expected)
         return loop_of(config, run, one.train_step, tmp_path / "data")
 
     assert go_on(on("one"), kill_after=7) is None

@@ -5,37 +5,17 @@ Legend: N pairs, H embedding size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.metrics.config import STSB
-from declutr.trainer.metrics.judged_pairs import FILES, judged_cosines, read_pairs
+from declutr.trainer.metrics.judged_pairs import judged_cosines
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.scores import RowScore, by_size, embed_together
 from declutr.trainer.parallel.communicator import Communicator
-
-
-def tokenized(score: str, folder: Path, tokenizer: Any, max_tokens: int) -> tuple[list[list[int]], list[float]]:
-    """Token ids and judgements of a development set, as `StsValidator` takes them.
-
-    Args:
-        score: its score, one of `FILES`.
-        folder: folder of the file.
-        tokenizer: the shards' tokenizer.
-        max_tokens: largest number of tokens of a text, specials included; longer ones are cut at the end.
-
-    Raises:
-        DataError: see `read_pairs`.
-    """
-    gold, first, second = zip(*read_pairs(folder, FILES[score]), strict=True)
-    texts = [*first, *second]
-    ids = tokenizer(texts, truncation=True, max_length=max_tokens, return_attention_mask=False)["input_ids"]
-    return ids, list(gold)
 
 
 @dataclass(frozen=True)

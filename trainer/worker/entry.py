@@ -19,7 +19,7 @@ from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.errors import EncoderError, SaveError, ShardError, UsageError
 from declutr.common.watcher import Watcher
 from declutr.trainer.build import build_parts, build_train_steps, build_validator
-from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
@@ -202,7 +202,10 @@ def work(
             return _given_up(problem, comm.rank)
         of_checkpoints = {key: identity[key] for key in ("config_hash", "data_hash")}
         if store := store_of(config.run, plan.folder):
-            fetch_run(store, of_checkpoints, comm)
+            newest = store.fetch(expected=of_checkpoints) if comm.rank == 0 else None
+            step = comm.all_reduce_max(0 if newest is None else newest[1].step)
+            if step and comm.rank != 0:
+                store.fetch_step(step)
     try:
         parts = build_parts(plan, comm, device)
     except (ShardError, EncoderError, UsageError) as error:
