@@ -86,7 +86,17 @@ def build_parts(
     device = next(encoder.parameters()).device
     microbatch = microbatch or Microbatch.of(config.microbatch_tokens, device)
     tasks = tuple(
-        build_task(task, plan.manifests[name], encoder, comm, microbatch, autocast_type(config.precision, device))
+        TrainTask(
+            encoder=encoder,
+            objective=build_objective(task, encoder, plan.manifests[name].short_documents),
+            comm=comm,
+            seed=task.seed,
+            microbatch=microbatch,
+            autocast=autocast_type(config.precision, device),
+            name=name,
+            frontend=build_frontend(task, encoder, plan.manifests[name].content),
+            weight=task.weight,
+        )
         for name, task in plan.tasks.items()
     )
     collators = {task.name: task.objective.collator(vocabulary, max_content(encoder, vocabulary)) for task in tasks}
@@ -155,33 +165,6 @@ def build_objective(task: TaskSettings, encoder: Encoder, short_documents: Short
             ) from error
     parameter = next(encoder.parameters())
     return objective.to(parameter.device, parameter.dtype).train()
-
-
-def build_task(
-    task: TaskSettings,
-    manifest: Manifest,
-    encoder: Encoder,
-    comm: Communicator,
-    microbatch: Microbatch,
-    autocast: torch.dtype | None,
-) -> TrainTask:
-    """The parts of a task on the shards of a manifest.
-
-    Raises:
-        UsageError: its objective cannot be built.
-        EncoderError: the ViT that it names does not fit.
-    """
-    return TrainTask(
-        encoder=encoder,
-        objective=build_objective(task, encoder, manifest.short_documents),
-        comm=comm,
-        seed=task.seed,
-        microbatch=microbatch,
-        autocast=autocast,
-        name=task.name,
-        frontend=build_frontend(task, encoder, manifest.content),
-        weight=task.weight,
-    )
 
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
