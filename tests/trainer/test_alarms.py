@@ -56,7 +56,7 @@ def train(data, folder, objective, lr, steps=50, speed=SPEED, seed=0):
     for step in range(1, steps + 1):
         epochs, rows = plan.documents(step - 1, step)
         batch = collator.collate(shards.take(rows), epochs)
-        writer.step(step, train_step.step({"": batch}, step), speed)
+        writer.add("step", step, train_step.step({"": batch}, step).line() | speed)
     writer.close()
     return [line for line in read_metrics(folder) if line["kind"] == "alarm"]
 

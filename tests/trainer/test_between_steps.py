@@ -304,7 +304,7 @@ def go_on(one, kill_after=None):
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:
-                records.scores(step, scores)
+                records.add("validation", step, scores)
                 saving.scored(step, scores)
             if saving.after_step(step, scores, stop=False):
                 return step, saving.early

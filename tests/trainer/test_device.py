@@ -209,7 +209,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     config = SimpleNamespace(batch_documents=1)
     loop = SimpleNamespace(config=config, heartbeat=SimpleNamespace(line=None))
     loop.corpus_rows = loop.log_first_step = lambda *_: {}
-    metrics = SimpleNamespace(step=lambda *given: found.append(given[2]["seconds"]))
+    metrics = SimpleNamespace(add=lambda *given: found.append(given[2]["seconds"]))
     recorder = Recorder(loop, 1, SimpleNamespace(waited_seconds=0.0), metrics, None, event)
     for step in range(1, 13):
         taken, ended = [Pending(step)], event()

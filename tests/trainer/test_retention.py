@@ -176,7 +176,7 @@ def test_laws_of_a_best_score(scores):
 def test_held_out_scores_begin_after_the_untrained_weights(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     for step in (0, 2, 4, 6, 8):
-        writer.scores(step, {"mrr": step / 10, "recall_at_1": 0.5})
+        writer.add("validation", step, {"mrr": step / 10, "recall_at_1": 0.5})
     writer.close()
     assert history(tmp_path, "mrr", 6) == {2: 0.2, 4: 0.4, 6: 0.6}
     assert history(tmp_path / "nothing", "mrr", 6) == {}
@@ -192,7 +192,7 @@ def test_a_run_ends_when_as_many_scores_as_its_patience_are_no_better_than_the_b
 def test_lines_and_checkpoints_without_a_score_do_not_count(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     for step, scores in ((6, {"mrr": 0.9}), (8, {"mrr": 0.1, "distant_mrr": 0.2})):
-        writer.scores(step, scores)
+        writer.add("validation", step, scores)
         checkpoint.save(tmp_path / "checkpoints", state_of(step, **scores), {"encoder.safetensors": {}})
     writer.close()
     assert (history(tmp_path, "distant_mrr", 8), history(tmp_path, "mrr", 8)) == ({8: 0.2}, {6: 0.9, 8: 0.1})

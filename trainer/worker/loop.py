@@ -224,7 +224,7 @@ class TrainingLoop:
                 "be chosen by it; set another score or export=last, or prepare more rows"
             )
         if metrics:
-            metrics.scores(step, scores)
+            metrics.add("validation", step, scores)
             chosen = [key for key in (score, REPORTED + score) if key in scores] or scores
             text = ", ".join(f"{key} {scores[key]:.4f}" for key in chosen)
             get_logger().info("validated after step %d of %d: %s", step, self.train_step.total_steps, text)
@@ -240,7 +240,7 @@ class TrainingLoop:
         if metrics:
             seconds = time.time() - self.began
             get_logger().info("step %d, %.1f s after the start", step, seconds)
-            metrics.start(step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
+            metrics.add("start", step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
 
     def peak_flops(self) -> float | None:
         """FLOPs per second of all workers' devices together; None if the device is unknown."""
@@ -323,7 +323,9 @@ class Recorder:
                 "mfu": None if self.peak is None else measured.flops / seconds / self.peak,
                 "peak_memory_mib": peak_memory_mib(),
             }
-            self.loop.heartbeat.line = self.metrics.step(step, measured, speed | self.loop.corpus_rows(step))
+            self.loop.heartbeat.line = self.metrics.add(
+                "step", step, measured.line() | speed | self.loop.corpus_rows(step)
+            )
         self._began = self._ended
 
     def restart_clock(self) -> None:
