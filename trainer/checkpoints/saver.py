@@ -304,7 +304,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     try:
         written = _write(handle, memoryview(_header(names, tensors)), digest, 0)
         for name in names:
-            written = _write(handle, _raw(tensors[name]), digest, written)
+            written = _write(handle, tensors[name].reshape(-1).view(torch.uint8).numpy().data, digest, written)
         os.fsync(handle)
         size = os.fstat(handle).st_size
         if size != written:
@@ -324,10 +324,6 @@ def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(handle: int, raw: memoryview, digest: xxhash.xxh3_128, at: int) -> int:

@@ -171,7 +171,9 @@ class TrainingLoop:
         """Takes the steps after `done`; returns the last one taken."""
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
-        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), partial(DeviceEvent, self.device))
+        peak = peak_flops(gpu_name(self.device), half=train_step.tasks[0].autocast is not None)
+        peak = None if peak is None else peak * train_step.comm.size
+        recorder = Recorder(self, done + 1, batches, metrics, peak, partial(DeviceEvent, self.device))
         heartbeat.phase = "data"
         for step, batch in enumerate(batches, start=done + 1):
             heartbeat.phase = "forward"
@@ -241,11 +243,6 @@ class TrainingLoop:
             seconds = time.time() - self.began
             get_logger().info("step %d, %.1f s after the start", step, seconds)
             metrics.add("start", step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
-
-    def peak_flops(self) -> float | None:
-        """FLOPs per second of all workers' devices together; None if the device is unknown."""
-        peak = peak_flops(gpu_name(self.device), half=self.train_step.tasks[0].autocast is not None)
-        return None if peak is None else peak * self.train_step.comm.size
 
     def refuse_random_weights(self) -> None:
         """Checks this worker's copy of a pretrained encoder; the driver has checked its own.
