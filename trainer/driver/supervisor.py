@@ -25,11 +25,10 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.continuation import FAILURES, Device
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_node, describe, oom_kills
 from declutr.trainer.driver.group import build_group, kill_worker, start_fit
-from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
-from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.heartbeat import Hang, Heartbeat, SlowStart, Watchdog
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
