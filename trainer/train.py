@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,6 @@ from declutr.trainer.driver.continuation import (
     SECONDS,
     SUMMARY,
     add_seconds,
-    choose_device,
     ended_early,
     first_and_last_scores,
     neighbours_of,
@@ -229,7 +227,7 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
         from declutr.trainer.driver.supervisor import Supervisor
 
         training_since = time.monotonic()
-        workers = Supervisor(plan, signals, began, partial(choose_device, config.scaling, run, store))
+        workers = Supervisor(plan, signals, began, store)
         try:
             rows = "docs" if plan.manifest.noun == "documents" else "rows"
             terms = [

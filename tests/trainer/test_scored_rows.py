@@ -198,7 +198,7 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
     else:
         path = tmp_path / "sts-dev.csv"
         path.write_text(path.read_text().replace("\t4.", "\t3."))
-    local = Supervisor(plan, Signals(), 0.0, lambda _: "cpu")
+    local = Supervisor(plan, Signals(), 0.0, None)
     with pytest.raises(TrainingFailedError, match=f"{own if what == 'shards' else 'validation.stsb'} on .* differ"):
         local.run_to_end()
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,8 @@ from declutr.common.errors import ConfigError, RunStoppedError, TrainingFailedEr
 from declutr.common.session import start_ray
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.continuation import FAILURES, Device
+from declutr.trainer.checkpoints.store import RunStore
+from declutr.trainer.driver.continuation import FAILURES, choose_device
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_node, describe, oom_kills
 from declutr.trainer.driver.group import build_group, kill_worker, start_fit
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
@@ -106,12 +107,10 @@ class Signals:
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    `began` is the begin of the command (Unix time). `choose_device` returns the run's device, given Ray's resources.
+    `began` is the begin of the command (Unix time). `store` gets the run's device; None: a run in a folder.
     """
 
-    def __init__(
-        self, plan: RunPlan, signals: Signals, began: float, choose_device: Callable[[Mapping[str, float]], Device]
-    ) -> None:
+    def __init__(self, plan: RunPlan, signals: Signals, began: float, store: RunStore | None) -> None:
         self.scaling, self.run, self.steps, self.signals = plan.config.scaling, plan.folder, plan.total_steps, signals
         self._plan, self._settings = plan, plan.for_workers()
         self._name = str(self._settings["config"]["run"])
@@ -127,7 +126,7 @@ class Supervisor:
         self._notices = ""
         self._began = began
         self._slow_start = SlowStart(0.0)
-        self._choose_device = choose_device
+        self._store = store
 
     @property
     def line(self) -> dict[str, Any] | None:
@@ -168,7 +167,7 @@ class Supervisor:
         from declutr.trainer.worker.device import torch_as_before
         from declutr.trainer.worker.entry import work
 
-        device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
+        device = torch.device(choose_device(self.scaling, self.run, self._store, {"GPU": torch.cuda.device_count()}))
         config, identity = self._plan.config, self._plan.identity
         with torch_as_before():
             return work(config, identity, device, self._here, self._began, lambda: self.signals.received)
@@ -186,7 +185,7 @@ class Supervisor:
                     raise
                 why, account = error.problems[0], str(error)
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
-        device = self._choose_device(ray.cluster_resources())
+        device = choose_device(self.scaling, self.run, self._store, ray.cluster_resources())
         self._slow_start = SlowStart(time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
         settings = {**self._settings, "device": device, "channel": channel.name, "began": self._began}
