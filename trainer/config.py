@@ -213,8 +213,22 @@ class TrainConfig(Strict):
             )
         main = self.main
         if main.canonical_documents is not None:
-            auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
-            problems += self.scaling.determinism_problems(main.num_canonical, main.canonical_documents, auto, compiled)
+            if self.microbatch_tokens == "auto":
+                problems.append(
+                    "scaling.elastic_determinism = True needs a fixed microbatch_tokens, not auto, because its "
+                    "microbatches must not depend on memory; set a number of tokens, or null"
+                )
+            if self.scaling.most_workers > main.num_canonical:
+                problems.append(
+                    f"scaling.num_workers = {self.scaling.most_workers}: the {main.num_canonical} canonical "
+                    f"microbatches of {main.canonical_documents} document(s) are fewer; lower num_workers or "
+                    "scaling.deterministic_chunk_documents"
+                )
+            if self.encoder.compile:
+                problems.append(
+                    "scaling.elastic_determinism = True needs encoder.compile = false: compiled kernels depend on the "
+                    "lengths seen before; set one of them to false"
+                )
         if self.validation.pairs and not self.validation.every_steps:
             key = "stsb" if self.validation.stsb else "sickr"
             problems.append(

@@ -142,7 +142,7 @@ def held_out_embeddings(comm, values, chunk_documents):
     parts = build_parts(plan, comm, torch.float64)
     build_train_steps(plan, parts.tasks, 1)
     assert parts.encoder.sharded == (comm.size > 1)
-    validator = build_validator(plan, parts, torch.device("cpu"))
+    ((_, validator),) = build_validator(plan, parts, torch.device("cpu")).parts
     return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(parts.encoder)
 
 

@@ -14,9 +14,8 @@ from declutr.common.errors import ConfigError
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.train import train
+from declutr.trainer.train import run_training, train
 
 pytestmark = pytest.mark.ray
 

@@ -12,7 +12,7 @@ from tinyruns import problems, span_validator
 
 from declutr.inspection.describe import describe
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.build import build_collator, build_encoder, build_objective, load_tokenizer
+from declutr.trainer.build import build_encoder, build_objective, load_tokenizer, max_content
 
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}
 KEPT = {"drop": 64, "fewer_anchors": 32, "shrink_spans": 24}
@@ -49,9 +49,8 @@ def test_shorter_documents_are_kept_and_the_trainer_follows(prepared):
         assert problems(config) == []
         tokenizer, vocabulary = load_tokenizer(folder)
         encoder = build_encoder(config, tokenizer)
-        collator = build_collator(
-            build_objective(config.main, encoder, shards.manifest.short_documents), encoder, vocabulary
-        )
+        objective = build_objective(config.main, encoder, shards.manifest.short_documents)
+        collator = objective.collator(vocabulary, max_content(encoder, vocabulary))
         spans = collator.sample(table, np.zeros(len(table), np.int64))
         anchors = np.minimum(2, lengths // 32) if mode == "fewer_anchors" else np.full(len(table), 2)
         assert spans.present.sum(axis=1).tolist() == anchors.tolist()

@@ -21,7 +21,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.checks import place_problems
 from declutr.trainer.train import train
 from declutr.trainer.verify import verify
 

@@ -60,7 +60,7 @@ def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
             "declutr.pipeline.prepare, declutr.pipeline.job.worker",
             {"torch", "PIL", "soundfile", "transformers.audio_utils", "scipy.signal"},
         ),
-        ("declutr.trainer.train, declutr.trainer.driver.run", {"transformers"}),
+        ("declutr.trainer.train, declutr.trainer.driver.supervisor", {"transformers"}),
     ],
     ids=["texts without torch and decoders", "continuing without transformers"],
 )

@@ -209,15 +209,19 @@ def write_run(folder, shards, steps=700, **changes):
         if first == 301:
             GroupFailure(f"worker 1 died {SCRIPT}", "death", "trace").log(folder, 300)
         writer = MetricsWriter(folder, first - 1)
-        writer.start(first, {"model": 2.0, "workers": 2})
+        writer.add("start", first, {"model": 2.0, "workers": 2})
         for step in range(first, 301 if first == 1 else steps + 1):
             if step % 100 == 1:
                 part = step / steps
-                writer.scores(step - 1, {"alignment": 0.5 + part, "uniformity": -3 * part, "effective_rank": 9 + part})
+                writer.add(
+                    "validation",
+                    step - 1,
+                    {"alignment": 0.5 + part, "uniformity": -3 * part, "effective_rank": 9 + part},
+                )
             loss = float("nan") if step == 500 else 1000.0 if step == 600 else 8.0 / step
             terms = {"contrastive": loss / 2, "mlm": loss / 2}
             measured = StepMetrics(loss, terms, 2.0, 1e-3, 9, 500, 0.125, 1e9, step, skipped=step == 500)
-            writer.step(step, measured, SPEED)
+            writer.add("step", step, measured.line() | SPEED)
         writer.close()
     return folder
 

@@ -16,8 +16,8 @@ from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.checkpoints.state import SETTINGS
 from declutr.trainer.driver.continuation import add_seconds, ended_early
 from declutr.trainer.driver.export import export
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from declutr.trainer.train import run_training
 
 DAMAGES = {"empty": b"", **DAMAGED}
 NAMED = (ConfigError, CheckpointError, UsageError, UsageError, DamagedError)

@@ -13,12 +13,18 @@ from processes import run_python
 from declutr.common.errors import DamagedError, TrainingFailedError
 from declutr.common.storage import read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
-from declutr.trainer.driver.checks import ray_problems
-from declutr.trainer.driver.continuation import DEVICE, choose_device, device_problem, kept_device, recorded_device
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.driver.continuation import (
+    DEVICE,
+    choose_device,
+    device_problem,
+    kept_device,
+    ray_problems,
+    recorded_device,
+)
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep
-from declutr.trainer.worker.device import CudaEvent, DeviceEvent, events_of, refusal, set_up_torch
+from declutr.trainer.train import run_training
+from declutr.trainer.worker.device import DeviceEvent, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
@@ -203,7 +209,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     config = SimpleNamespace(batch_documents=1)
     loop = SimpleNamespace(config=config, heartbeat=SimpleNamespace(line=None))
     loop.corpus_rows = loop.log_first_step = lambda *_: {}
-    metrics = SimpleNamespace(step=lambda *given: found.append(given[2]["seconds"]))
+    metrics = SimpleNamespace(add=lambda *given: found.append(given[2]["seconds"]))
     recorder = Recorder(loop, 1, SimpleNamespace(waited_seconds=0.0), metrics, None, event)
     for step in range(1, 13):
         taken, ended = [Pending(step)], event()
@@ -218,8 +224,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     assert max(found[1:3] + found[5:7]) - min(found[1:3] + found[5:7]) < 1e-9
 
 
-def test_events_of_a_device_are_its_own_kind():
-    assert events_of(torch.device("cpu")) is DeviceEvent
-    assert events_of(torch.device("cuda", 0)) is CudaEvent
-    first, second = DeviceEvent(), DeviceEvent()
+def test_events_of_a_processor_are_of_its_clock():
+    first, second = DeviceEvent(torch.device("cpu")), DeviceEvent(torch.device("cpu"))
+    first.wait()
     assert second.seconds_since(first) >= 0

@@ -16,7 +16,7 @@ from ray.train import WorkerGroupError
 
 from declutr.trainer.driver.continuation import FAILURES
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, describe, oom_kills
-from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, SpotNotice, SpotWatch
+from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, SpotWatch
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
@@ -112,7 +112,7 @@ def test_aws_is_asked_with_one_token_until_it_expires(clouds):
     assert metadata.notice() is None
     assert clouds.tokens == 2
     clouds.action = NOTICE
-    assert metadata.notice() == SpotNotice("terminate", 1795422120.0)
+    assert metadata.notice() == ("terminate", 1795422120.0)
     assert set(clouds.asked) == {"/latest/meta-data/spot/instance-action"}
 
 
@@ -120,9 +120,9 @@ def test_gcp_says_true_or_false(clouds):
     metadata = GcpMetadata()
     assert metadata.notice() is None
     clouds.preempted = b"TRUE\n"
-    notice = metadata.notice()
-    assert notice.action == "preempted"
-    assert notice.at == pytest.approx(time.time() + 30, abs=5)
+    action, end = metadata.notice()
+    assert action == "preempted"
+    assert end == pytest.approx(time.time() + 30, abs=5)
 
 
 @pytest.mark.parametrize("body", [b"<html>\n<body>no\n</html>", b"\xff"])

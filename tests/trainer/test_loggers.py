@@ -22,7 +22,7 @@ from volumes import small_volume
 from waiting import until
 
 from declutr.common import errors
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.checks import place_problems
 from declutr.trainer.metrics import loggers
 from declutr.trainer.metrics.config import WandbConfig
 from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, ProgressBar, run_id, tensorboard, wandb_run
@@ -39,7 +39,7 @@ def shown(folder, tag="step/loss"):
 def test_metrics_continue_after_a_resume(tmp_path):
     first = MetricsWriter(tmp_path, 0)
     take(first, range(1, 8))
-    first.scores(4, {"mrr": 0.5})
+    first.add("validation", 4, {"mrr": 0.5})
     first.close()
     with (tmp_path / METRICS).open("a") as stream:
         stream.write('{"kind": "step", "st')  # a kill
@@ -56,7 +56,7 @@ def test_metrics_continue_after_a_resume(tmp_path):
 def test_metrics_that_are_not_finite_are_null(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
-    writer.step(1, bad, {})
+    writer.add("step", 1, bad.line())
     writer.close()
 
     def refuse(word):
@@ -103,7 +103,7 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 def take(writer, steps):
     for step in steps:
         measured = StepMetrics(step / 8, {"contrastive": 1.0, "mlm": 2.0}, 1.0, 0.1, 1, 5, 0.0, 1.0, 7)
-        writer.step(step, measured, {"seconds": 0.5, "mfu": None})
+        writer.add("step", step, measured.line() | {"seconds": 0.5, "mfu": None})
 
 
 def start_wandb(folder, **changes):
@@ -316,7 +316,7 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
     for done, last in ((0, 7), (5, 9)):
         writer = MetricsWriter(tmp_path, done, loggers=start_wandb(tmp_path))
         take(writer, range(done + 1, last + 1))
-        writer.scores(last, {"mrr": 0.5})
+        writer.add("validation", last, {"mrr": 0.5})
         writer.close()
         time.sleep(1)  # the names of W&B's folders are seconds
     first, second = synced(tmp_path)

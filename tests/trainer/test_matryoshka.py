@@ -20,7 +20,6 @@ from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import CutEncoder, sizes_of
 from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.trainer.build import build_encoder, load_tokenizer
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import MatryoshkaConfig, RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
@@ -29,6 +28,7 @@ from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
 from declutr.trainer.objectives.texts import Scd, Scl, contrast
+from declutr.trainer.train import run_training
 
 ROWS, SIZE = 9, 12
 SIZES = {"sizes": [3, "all", 8], "weights": [0.5, 1.0, 2.0]}

@@ -19,7 +19,7 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
 from declutr.trainer.driver import estimate
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.train import run_training
 
 SIZES = (60, 90)
 WEIGHTS = [2, 0.5]

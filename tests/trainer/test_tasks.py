@@ -32,7 +32,7 @@ from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import NonFiniteLosses, TrainStep
 from declutr.trainer.step.task import TrainTask
-from declutr.trainer.worker.scheduler import TaskScheduler
+from declutr.trainer.worker.loop import take
 
 ROWS = {
     "": sentences([5, 12, 9, 7, 3]),
@@ -220,9 +220,8 @@ def trained(names, steps=3, **how):
     """The encoder's parameters after some steps."""
     encoder = tiny_encoder(dropout=0.2)
     train_steps = train_steps_of(encoder, names, **how)
-    scheduler = TaskScheduler(train_steps)
     for step in range(1, steps + 1):
-        scheduler.take(batch_of(train_steps, epoch=step), step)
+        take(train_steps, batch_of(train_steps, epoch=step), step)
     return {name: p.detach().clone() for name, p in encoder.named_parameters()}
 
 
@@ -237,7 +236,7 @@ def test_a_task_without_weight_or_rate_leaves_the_main_one_alone(how):
 @pytest.mark.parametrize("joint", [True, False])
 def test_the_logged_loss_is_the_weighted_sum_of_the_tasks_losses(joint):
     train_steps = train_steps_of(tiny_encoder(dropout=0.2), ("image",), joint=joint)
-    line = TaskScheduler(train_steps).take(batch_of(train_steps), 1).line()
+    line = take(train_steps, batch_of(train_steps), 1).line()
     assert line["loss"] == pytest.approx(line["contrastive"] + 0.7 * line["image_supcon"], rel=1e-12)
 
 
@@ -260,9 +259,8 @@ def test_a_bad_loss_stops_or_skips_its_own_turn():
     train_steps = [replace(one, nonfinite_losses=NonFiniteLosses(True, 3)) for one in made]
     with torch.no_grad():
         train_steps[0].tasks[0].frontend.cls.fill_(float("nan"))
-    scheduler = TaskScheduler(train_steps)
     before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
-    measured = scheduler.take(batch_of(train_steps), 1)
+    measured = take(train_steps, batch_of(train_steps), 1)
     assert measured.auxiliary["image_skipped"]
     assert not measured.skipped
     assert [one.nonfinite_losses.skipped for one in train_steps] == [1, 0]
@@ -292,15 +290,14 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, joint):
     """Encoder, heads, frontends and the moments of every optimizer come back from a checkpoint."""
 
     def begun():
-        train_steps = train_steps_of(tiny_encoder(dropout=0.2), ("image", "audio"), joint=joint)
-        return train_steps, TaskScheduler(train_steps)
+        return train_steps_of(tiny_encoder(dropout=0.2), ("image", "audio"), joint=joint)
 
-    train_steps, scheduler = begun()
-    whole_run = [scheduler.take(batch_of(train_steps, epoch=step), step) for step in (1, 2)]
+    train_steps = begun()
+    whole_run = [take(train_steps, batch_of(train_steps, epoch=step), step) for step in (1, 2)]
     path = checkpoint.save(tmp_path, state_of(2), collect(train_steps))
-    whole_run += [scheduler.take(batch_of(train_steps, epoch=step), step) for step in (3, 4)]
-    train_steps, scheduler = begun()
-    scheduler.take(batch_of(train_steps, epoch=9), 1)  # other weights and moments
+    whole_run += [take(train_steps, batch_of(train_steps, epoch=step), step) for step in (3, 4)]
+    train_steps = begun()
+    take(train_steps, batch_of(train_steps, epoch=9), 1)  # other weights and moments
     load(path, train_steps)
     for step in (3, 4):
-        assert scheduler.take(batch_of(train_steps, epoch=step), step) == whole_run[step - 1]
+        assert take(train_steps, batch_of(train_steps, epoch=step), step) == whole_run[step - 1]

@@ -36,7 +36,7 @@ from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch, MicrobatchError, out_of_memory
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import NonFiniteLossError, NonFiniteLosses
-from declutr.trainer.worker.scheduler import TaskScheduler, read
+from declutr.trainer.worker.loop import begin, read
 
 
 def train_step(late, corrected=False):
@@ -84,12 +84,11 @@ def test_a_bad_loss_changes_nothing(corrected):
 
 def test_skipped_steps_are_counted_when_they_are_read():
     one = dataclasses.replace(train_step(True), nonfinite_losses=NonFiniteLosses(skip=True, most_in_a_row=1))
-    scheduler = TaskScheduler([one])
     one.encoder.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    first, second = scheduler.begin({"": batch(1)}, 1), scheduler.begin({"": batch(2)}, 2)
-    assert scheduler.main.nonfinite_losses.skipped == 0
+    first, second = begin([one], {"": batch(1)}, 1), begin([one], {"": batch(2)}, 2)
+    assert one.nonfinite_losses.skipped == 0
     assert read(first).skipped
-    assert scheduler.main.nonfinite_losses.skipped == 1
+    assert one.nonfinite_losses.skipped == 1
     with pytest.raises(NonFiniteLossError, match="max_skipped_steps = 1"):
         read(second)
 

@@ -9,13 +9,12 @@ import tinyruns as runs
 import torch
 from messages import says
 
-from declutr.trainer.driver.checks import ray_problems
+from declutr.trainer.driver.continuation import ray_problems
 from declutr.trainer.driver.supervisor import Signals
-from declutr.trainer.driver.watchdog import SlowStart, Watchdog
 from declutr.trainer.worker.backend import _signalled, listen
 from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, period
 from declutr.trainer.worker.entry import Listener
-from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.heartbeat import Heartbeat, SlowStart, Watchdog
 
 
 def heartbeat(rank, step=7, phase="forward", group="g", **more):

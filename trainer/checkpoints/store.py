@@ -4,10 +4,8 @@ The files in the store are the run. The folder on a host is a copy; files that w
 """
 
 import fcntl
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -21,37 +19,12 @@ from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import METRICS
 
-if TYPE_CHECKING:  # the driver needs no torch
-    from declutr.trainer.parallel.communicator import Communicator
-
 Newest = tuple[Path, RunState] | None
 
 
 def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
     """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
     return RunStore(Folder(address, retries), folder) if is_remote(address) else None
-
-
-def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicator") -> None:
-    """Fetches the newest checkpoint that verifies to the hosts of all workers, and deletes other local checkpoints.
-
-    `expected` is as for `checkpoint.find_latest`.
-
-    Raises:
-        AlteredError: a checkpoint that verified on the first worker does not verify on this one.
-        RemoteError: the store refuses, or did not answer in time.
-        UnreadableError: the disk of this host fails.
-    """
-    newest = store.fetch(expected=expected) if comm.rank == 0 else None
-    step = comm.all_reduce_max(0 if newest is None else newest[1].step)
-    if step and comm.rank != 0:
-        store.fetch_step(step)
-
-
-def after_save(address: str, folder: Path, config: CheckpointConfig, score: str) -> Callable[[int], None] | None:
-    """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder."""
-    store = store_of(address, folder, RetryPolicy(total_seconds=0.0))  # the saver retries
-    return None if store is None else partial(store.save, config, score)
 
 
 class RunStore:

@@ -1,27 +1,29 @@
 """Finds all problems of a training run that can be known before Ray starts."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from declutr.common.bootstrap import MIN_ROWS
-from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import ConfigError, DamagedError, UsageError
+from declutr.common.errors import ConfigError, ShardError, UsageError, suggest
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import expand, folder_problem
+from declutr.common.stores.address import is_remote
 from declutr.pipeline.shards.content import MEDIA_KINDS
-from declutr.pipeline.shards.manifest import Manifest, data_hash, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, Manifest, data_hash, load_manifest
 from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.corpora import corpora_problems
-from declutr.trainer.driver.continuation import DEVICE, SUMMARY, device_problem, kept_device, other_shards, run_problems
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.continuation import device_problem, other_shards, run_problems
 from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.loggers import missing_wandb
+from declutr.trainer.objectives.registry import BROKEN, KINDS
 from declutr.trainer.run import RunPlan, data_folder
-from declutr.trainer.scaling import ScalingConfig
 
 _OFTEN = 0.1  # of the batches
+_NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 
 
 def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
@@ -139,46 +141,79 @@ def refuse(problems: list[str]) -> None:
         raise ConfigError("train", problems)
 
 
-def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[str]:
-    """Problems with Ray for this run: a cluster that does not answer, too few GPUs on this machine.
+# Places that a configuration names.
 
-    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
-    may use any cluster.
+
+def place_problems(values: Mapping[str, Any]) -> list[str]:
+    """Problems of `run`, `data` and `objective.kind` of all tasks, and `encoder.pretrained`, one line each.
+
+    A line starts with the key. The other settings may be invalid.
     """
-    if (run / SUMMARY).is_file():
-        return []
-    if scaling.local:
-        return _gpu_problems(scaling, run)
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
-        return []
-    name, address = named_cluster(scaling.address)
-    if address:
-        problem = cluster_problem(name.replace("address", "scaling.address"), address)
-        return [] if problem is None else [problem]
-    return _gpu_problems(scaling, run)
+    auxiliary = _section(values.get("auxiliary_tasks")).items()
+    tasks = {"": values, **{f"auxiliary_tasks.{name}.": task for name, task in auxiliary if isinstance(task, Mapping)}}
+    corpora = {prefix: _paths(f"{prefix}data", task.get("data")) for prefix, task in tasks.items()}
+    checks = (
+        ("run", values.get("run"), _run_problem),
+        *((key, value, _data_problem) for paths in corpora.values() for key, value in paths.items()),
+        ("encoder.pretrained", _section(values.get("encoder")).get("pretrained"), _model_problem),
+    )
+    problems = []
+    for key, value, problem_of in checks:
+        if isinstance(value, str) and not is_remote(value):
+            try:
+                problem = problem_of(value)
+            except UsageError as error:
+                problem = str(error)
+            problems += [f"{key} = {value}: {problem}"] if problem else []
+    mode = _section(_section(values.get("metrics")).get("wandb")).get("mode")
+    if mode in ("offline", "online") and (missing := missing_wandb(mode)):
+        problems.append(missing)
+    for prefix, task in tasks.items():
+        kind = _section(task.get("objective")).get("kind")
+        # One that looks mistyped is reported elsewhere.
+        if isinstance(kind, str) and not (kind in KINDS or kind in BROKEN or suggest(kind, list(KINDS))):
+            problems.append(
+                f"{prefix}objective {kind}: no package installed here defines it; install its package, on all hosts of "
+                "the run"
+            )
+    return problems
 
 
-def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
-    """Too few GPUs on this machine for a run that needs them."""
+def _section(value: Any) -> Mapping[str, Any]:
+    """A section of the settings; empty if it is none, which the validation of the setting reports."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _paths(setting: str, data: Any) -> dict[str, Any]:
+    """The places of a setting `data`, which may be invalid, by their keys."""
+    if not isinstance(data, list):
+        return {setting: data}
+    return {f"{setting}.{number}.path": _section(corpus).get("path") for number, corpus in enumerate(data)}
+
+
+def _run_problem(name: str) -> str | None:
+    folder = expand(name)
+    for file, what in _NOT_A_RUN.items():
+        if (folder / file).is_file():
+            return f"holds {what}; name another folder"
+    return folder_problem(folder)
+
+
+def _data_problem(name: str) -> str | None:
+    folder = expand(name)
+    if folder.exists() and not folder.is_dir():
+        return "is a file; name the folder of the shards, the `output` of `prepare`"
     try:
-        device = kept_device(scaling, run)
-    except DamagedError:  # `problems` reports it
-        return []
-    if device != "cuda":
-        return []
-    import torch
+        load_manifest(folder)
+    except (ShardError, OSError) as error:
+        return str(error)
+    return None
 
-    gpus, min_workers = torch.cuda.device_count(), scaling.least_workers
-    if gpus >= min_workers:
-        return []
-    kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
-    trained = steps_in(run / CHECKPOINTS)
-    cpus = "set it to cpu, in a new run if this one is to stay" if trained else "set it to cpu"
-    alternatives = "" if scaling.local else ", lower scaling.num_workers, or name a cluster (scaling.address)"
-    return [
-        f"scaling.device = {scaling.device}: {kept}{min_workers} workers need a GPU each, and this machine has {gpus} "
-        f"that torch can use; {cpus}{alternatives}"
-    ]
+
+def _model_problem(name: str) -> str | None:
+    if looks_like_a_path(name) and not expand(name).is_dir():
+        return f"no such folder; looked at {expand(name).absolute()}"
+    return None
 
 
 # Settings of objective and held-out scores against the shards.

@@ -109,16 +109,6 @@ class ChannelReader(Watcher):
             self._channel.clear()
 
 
-def draining(nodes: set[str]) -> str | None:
-    """A message if one of these nodes is about to be removed, with the remaining time."""
-    deadlines = {node: at for node, at in draining_nodes().items() if node in nodes}
-    if not deadlines:
-        return None
-    node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
-    left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
-    return f"node {node[:8]} is about to be removed{left}"
-
-
 # The only use of names of Ray that are not public. A later version of Ray may lack one of them, so pyproject.toml
 # bounds it; tests/trainer/test_imports.py names it with the installed version.
 
@@ -137,15 +127,20 @@ def head() -> Any:
     return client
 
 
-def draining_nodes() -> dict[str, int]:
-    """Nodes that are about to be removed: id and Unix time in milliseconds, 0 if unknown.
+def draining(nodes: set[str]) -> str | None:
+    """A message if one of these nodes is about to be removed, with the remaining time.
 
     Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this reads the same source.
     """
     from ray._private.state import state
 
-    nodes: dict[str, int] = state.get_draining_nodes()
-    return nodes
+    # Unix time in milliseconds by node, 0 if unknown
+    deadlines: dict[str, int] = {node: at for node, at in state.get_draining_nodes().items() if node in nodes}
+    if not deadlines:
+        return None
+    node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
+    left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
+    return f"node {node[:8]} is about to be removed{left}"
 
 
 def drain_node(node: str, reason: str, end: float) -> str | None:

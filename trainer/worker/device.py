@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -68,35 +68,21 @@ def refusal(error: RuntimeError) -> str | None:
 
 
 class DeviceEvent:
-    """A place in the device's queue of work. A processor works as it goes: it has reached each place at once."""
+    """The present end of the device's queue of work. A processor works as it goes, a GPU behind its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._at = time.monotonic()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
 
     def wait(self) -> None:
         """Waits until the device has reached this place."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def seconds_since(self, earlier: Self) -> float:
-        """Seconds between two places that the device has reached."""
-        return self._at - earlier._at
-
-
-class CudaEvent(DeviceEvent):
-    """A GPU works behind the process that queues its work."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def wait(self) -> None:
-        """As `DeviceEvent.wait`."""
-        self._event.synchronize()
-
-    def seconds_since(self, earlier: Self) -> float:
-        """As `DeviceEvent.seconds_since`."""
+        """Seconds between two places that the device has reached, by its own clock."""
+        if self._event is None or earlier._event is None:
+            return self._at - earlier._at
         return float(earlier._event.elapsed_time(self._event)) / 1000
-
-
-def events_of(device: torch.device) -> Callable[[], DeviceEvent]:
-    """A function that marks the present end of the device's queue."""
-    return CudaEvent if device.type == "cuda" else DeviceEvent

@@ -6,7 +6,6 @@ clouds' own libraries read: AWS_EC2_METADATA_SERVICE_ENDPOINT and GCE_METADATA_H
 
 import os
 import time
-from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
 from typing import Literal
@@ -28,19 +27,6 @@ _GCP_SECONDS = 30.0  # from the notice to the end of the host, by GCP's document
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy would be asked about its own host
 
 
-@dataclass(frozen=True)
-class SpotNotice:
-    """The announced end of this host.
-
-    Attributes:
-        action: the cloud's word for it, such as terminate.
-        at: Unix time in seconds.
-    """
-
-    action: str
-    at: float
-
-
 class _Action(msgspec.Struct, frozen=True):
     """AWS's answer."""
 
@@ -55,8 +41,8 @@ class AwsMetadata:
         place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
         self._root, self._token = place.rstrip("/"), ""
 
-    def notice(self) -> SpotNotice | None:
-        """The announced end of this host, or None.
+    def notice(self) -> tuple[str, float] | None:
+        """The cloud's word for the announced end of this host, such as terminate, and its Unix time; None without.
 
         Raises:
             OSError: the server does not answer, or answers something else.
@@ -74,7 +60,7 @@ class AwsMetadata:
             instance_action = msgspec.json.decode(answer, type=_Action)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise OSError(f"spot/instance-action: {error}") from error
-        return SpotNotice(instance_action.action, instance_action.time.timestamp())
+        return instance_action.action, instance_action.time.timestamp()
 
     def _get(self) -> bytes | None:
         """The answer about this host's end; None while there is none."""
@@ -100,13 +86,13 @@ class GcpMetadata:
     def __init__(self) -> None:
         self._host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
 
-    def notice(self) -> SpotNotice | None:
+    def notice(self) -> tuple[str, float] | None:
         """As `AwsMetadata.notice`."""
         place = f"http://{self._host}/computeMetadata/v1/instance/preempted"
         answer = _ask(Request(place, headers={"Metadata-Flavor": "Google"})).strip().upper()
         if answer not in (b"TRUE", b"FALSE"):
             raise OSError(f"instance/preempted is {answer[:40]!r}, not TRUE or FALSE")
-        return SpotNotice("preempted", time.time() + _GCP_SECONDS) if answer == b"TRUE" else None
+        return ("preempted", time.time() + _GCP_SECONDS) if answer == b"TRUE" else None
 
 
 CLOUDS: dict[str, type[AwsMetadata | GcpMetadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata}
@@ -161,13 +147,14 @@ class SpotWatch(Watcher):
         self._failures = 0
         if notice is None:
             return True
-        message = f"{self._cloud} announces the end of this spot host ({notice.action})"
+        action, end = notice
+        message = f"{self._cloud} announces the end of this spot host ({action})"
         try:
-            refused = drain_node(self._node, message, notice.at)
+            refused = drain_node(self._node, message, end)
         except UNREACHABLE as error:
             refused = str(error)
         if refused is not None:
-            get_logger().warning("%s in %.0f s; Ray does not drain it: %s", message, notice.at - time.time(), refused)
+            get_logger().warning("%s in %.0f s; Ray does not drain it: %s", message, end - time.time(), refused)
             return True
-        get_logger().warning("%s in %.0f s: draining node %s", message, notice.at - time.time(), self._node[:8])
+        get_logger().warning("%s in %.0f s: draining node %s", message, end - time.time(), self._node[:8])
         return False

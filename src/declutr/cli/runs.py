@@ -100,7 +100,7 @@ def run_verify_gradients(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
     from declutr.trainer.config import TrainConfig
-    from declutr.trainer.driver.path_checks import place_problems
+    from declutr.trainer.driver.checks import place_problems
 
     if options.documents < 1 or min(options.processes) < 1:
         parser.error("--documents and --processes must be at least 1")

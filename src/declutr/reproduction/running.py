@@ -18,7 +18,7 @@ from declutr.reproduction.plan import ItemPlan, PlannedRun, identity, run_ready,
 from declutr.reproduction.provenance import lasting_facts
 from declutr.reproduction.table import Scorer, say, write_results
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.train import run_training
 
 _FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError)
 """Ends of a run that stop no other one, such as a loss that is not finite."""
