@@ -43,8 +43,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import Manifest
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, parse
-from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, choose_engine, parse
 from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 

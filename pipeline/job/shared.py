@@ -14,8 +14,7 @@ from declutr.pipeline.readers.corpus import MIB
 from declutr.pipeline.shards.content import AnyContent
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.texts import texts_of
-from declutr.pipeline.tokenizer.batch_tokenizer import EngineName
-from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.batch_tokenizer import EngineName, choose_engine
 from declutr.pipeline.tokenizer.tokenization import (
     TokenizerInfo,
     TrainedTokenizer,

@@ -16,9 +16,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from vocabularies import SPECIALS, wordpiece_backend
 
 from declutr.common.errors import ConfigError
-from declutr.pipeline.tokenizer import engine, fast_engines
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
+from declutr.pipeline.tokenizer import batch_tokenizer, fast_engines
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, choose_engine, difficult_texts, disagreement
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -109,15 +108,15 @@ def test_each_faster_engine_is_chosen_for_its_own_kind_alone(folder, tmp_path):
 
 
 def test_the_installed_tables_of_unicode_agree_and_another_is_seen(folder, monkeypatch):
-    assert engine.disagreement_of_patterns() is None
+    assert batch_tokenizer.disagreement_of_patterns() is None
     for name in ("_SINGLE_SPACES", "_ANY_SPACES"):
         monkeypatch.setattr(fast_engines, name, getattr(fast_engines, name).replace(r"\p{N}", r"\p{Nd}"))
-    monkeypatch.setattr(engine, "_AGREEING", set())
-    engine.disagreement_of_patterns.cache_clear()
+    monkeypatch.setattr(batch_tokenizer, "_AGREEING", set())
+    batch_tokenizer.disagreement_of_patterns.cache_clear()
     try:
         choice = choose_engine(folder, "auto")
     finally:
-        engine.disagreement_of_patterns.cache_clear()
+        batch_tokenizer.disagreement_of_patterns.cache_clear()
     assert choice.engine == "tokenizers"
     assert "U+00B2" in choice.reason
 

@@ -13,8 +13,7 @@ from vocabularies import MASK, unigram, wordpiece
 from declutr.common.errors import ConfigError
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.tokenizer import batch_tokenizer
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, choose_engine, difficult_texts
 from declutr.pipeline.tokenizer.tokenization import (
     _cut_runs,
     describe_tokenizer,
