@@ -21,7 +21,7 @@ from declutr.pipeline.readers.corpus import (
     missing,
     unreadable,
 )
-from declutr.pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, Body, ByteStream
+from declutr.pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, Body, ByteStream, bounded_content
 
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),  # starts like UTF-16
@@ -225,19 +225,15 @@ def json_lines(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailu
 
 def json_values(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailure]:
     """The values of an array, or one value, of any number of lines, with their positions; held in memory whole."""
-    data = bytearray()
+    excess = f"JSON of several lines and more than {MAX_HELD_BYTES >> 20} MiB"
+    if isinstance(data := bounded_content(body, MAX_HELD_BYTES, excess), ReadFailure):
+        yield data
+        return
     try:
-        while len(data) <= MAX_HELD_BYTES and (chunk := body.stream.read()):
-            data += chunk
-        if len(data) > MAX_HELD_BYTES:
-            yield failed("too_large", body.source, 0, f"JSON of several lines and more than {MAX_HELD_BYTES >> 20} MiB")
-            return
         value = memoryview(data.removeprefix(_BOM))
         values = [value]
         if data.removeprefix(_BOM).lstrip().startswith(b"["):
             values = [memoryview(raw) for raw in msgspec.json.decode(value, type=list[msgspec.Raw])]
-    except READ_ERRORS as error:
-        yield unreadable(error, body.source, 0)
     except (ValueError, RecursionError) as error:
         yield failed("invalid_json", body.source, 0, f"{error}; an array of objects, or an object a line, is read")
     else:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from declutr.common.errors import redact
 from declutr.common.stores.address import explained, filesystem, is_remote, network_errors
-from declutr.pipeline.readers.corpus import END, Rules
+from declutr.pipeline.readers.corpus import END, ReadFailure, Rules, failed, unreadable
 
 CHUNK_BYTES = 1 << 20
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
@@ -137,6 +137,17 @@ class Body:
     """Position behind which no record begins."""
     share: float = 0.0
     """Share of the rows of a table that were read, in [0, 1]."""
+
+
+def bounded_content(body: Body, max_bytes: int, excess: str) -> bytearray | ReadFailure:
+    """The content of a file of at most this many bytes; its failure, with the message `excess` if it is longer."""
+    data = bytearray()
+    try:
+        while len(data) <= max_bytes and (chunk := body.stream.read()):  # a size in a header is not trusted
+            data += chunk
+    except READ_ERRORS as error:
+        return unreadable(error, body.source, 0)
+    return data if len(data) <= max_bytes else failed("too_large", body.source, 0, excess)
 
 
 def compression_of(head: bytes) -> str | None:
