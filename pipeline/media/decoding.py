@@ -141,7 +141,12 @@ def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers
             packed = []
             for data in files:
                 signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # SIGPROF ends this process
-                packed.append(_pack(_answer(decoders[content], data)))
+                try:
+                    answer: Answer = decoders[content](data)
+                except UndecodableError as error:
+                    kind = UNSUITABLE if isinstance(error, UnsuitableError) else FAILED
+                    answer = kind, error.reason, str(error)
+                packed.append(_pack(answer))
             signal.setitimer(signal.ITIMER_PROF, 0)
             answers.send_bytes(msgspec.msgpack.encode(packed))
         except MemoryError:
@@ -164,21 +169,16 @@ def _decoders(key: str) -> dict[str, Callable[[bytes], Decoded | str]]:
         return {kind: partial(extracted, kind=kind) for kind in DOCUMENT_SUFFIXES.values()}
     content: MediaContent = TypeAdapter(MediaContent).validate_json(key)
     if isinstance(content, ImagesContent):
-        from declutr.pipeline.media.images import decode_image, load_formats
+        from PIL import Image as Pillow
 
-        load_formats()
+        from declutr.pipeline.media.images import decode_image
+
+        Pillow.init()  # loads what every format needs
         return {key: partial(decode_image, content=content, label="")}
     from declutr.pipeline.media.clips import decode_clip, load_libraries
 
     load_libraries(content)
     return {key: partial(decode_clip, content=content, label="")}
-
-
-def _answer(decode: Callable[[bytes], Decoded | str], data: bytes) -> Answer:
-    try:
-        return decode(data)
-    except UndecodableError as error:
-        return UNSUITABLE if isinstance(error, UnsuitableError) else FAILED, error.reason, str(error)
 
 
 class _Child:

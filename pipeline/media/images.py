@@ -91,13 +91,6 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
     return Decoded(Image(stored.getvalue(), width, height, label), identity, tuple(sorted(notes)))
 
 
-def load_formats() -> None:
-    """Loads Pillow and what it needs for every format of FORMATS."""
-    from PIL import Image as Pillow
-
-    Pillow.init()
-
-
 def _stored_size(width: int, height: int, shortest_edge: int) -> tuple[int, int]:
     """Size in which an image is stored: its shorter side is at most `shortest_edge`."""
     shorter = min(width, height)
@@ -152,23 +145,19 @@ def _rgb(image: Any) -> Any:
 
 
 def _rgb_band(image: Any) -> Any:
-    """The image in RGB with 8 bits a channel."""
+    """The image in RGB with 8 bits a channel; 16-bit grey values are scaled."""
     from PIL import Image as Pillow
 
     if image.mode.startswith("I"):
-        return Pillow.fromarray(_narrowed(np.asarray(image)), "L").convert("RGB")
+        wide = np.asarray(image).astype(np.int64)
+        if wide.min() < 0 or wide.max() > _WIDE:
+            raise UndecodableError("undecodable", f"grey values {wide.min()} to {wide.max()}, not 0 to {_WIDE}")
+        narrow = ((wide * 255 + _WIDE // 2) // _WIDE).astype(np.uint8)
+        return Pillow.fromarray(narrow, "L").convert("RGB")
     if image.has_transparency_data:
         white = Pillow.new("RGBA", image.size, _WHITE)
         return Pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
-
-
-def _narrowed(values: np.ndarray) -> np.ndarray:
-    """16-bit grey values `(height, width)` scaled to uint8."""
-    wide = values.astype(np.int64)
-    if wide.min() < 0 or wide.max() > _WIDE:
-        raise UndecodableError("undecodable", f"grey values {wide.min()} to {wide.max()}, not 0 to {_WIDE}")
-    return ((wide * 255 + _WIDE // 2) // _WIDE).astype(np.uint8)
 
 
 def _refused(error: BaseException, reason: str) -> UndecodableError:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
 
 from declutr.common.errors import missing_extra
 from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Decoder, Limits
@@ -117,13 +118,16 @@ def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS)
     """
     with Decoder(content, limits) as decoder:
         sent: list[Record] = []
-        for batch in batches(records, _size, _BATCH_BYTES, _BATCH_FILES):
+        pieces = batches(
+            records, lambda record: len(record.data) if isinstance(record, Blob) else 0, _BATCH_BYTES, _BATCH_FILES
+        )
+        for batch in chain(pieces, [list[Record]()]):  # the empty batch ends the last one
             labelled = [_labelled(record, content) for record in batch]
-            rows = _rows(sent, decoder.answers())
+            answers = iter(decoder.answers())
+            rows = [_row(record, next(answers)) if isinstance(record, Blob) else record for record in sent]
             decoder.send([record.data for record in labelled if isinstance(record, Blob)])
             sent = labelled
             yield from rows
-        yield from _rows(sent, decoder.answers())
 
 
 def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> Records:
@@ -141,16 +145,6 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
             yield from read_text_file(Body(ByteStream(BytesIO(answer.encode()).read), record.source, rules))
         elif isinstance(answer, tuple):
             yield failed(answer[1], record.source, 0, answer[2])
-
-
-def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
-    """The records with the answers for their images or clips."""
-    remaining = iter(answers)
-    return [_row(record, next(remaining)) if isinstance(record, Blob) else record for record in records]
-
-
-def _size(record: Record) -> int:
-    return len(record.data) if isinstance(record, Blob) else 0
 
 
 def _labelled(record: Record, content: MediaContent) -> Record:

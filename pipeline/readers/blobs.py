@@ -77,6 +77,7 @@ def with_labels(records: Records, max_bytes: int) -> Records:
 
     Those of one name are held until the next name, but not more than `max_bytes` bytes of them.
     """
+    label: _Label | None
     for _, members in groupby(records, key=lambda record: member_key(record.source)):
         blobs, label, used = list[Blob](), None, False
         for record in members:
