@@ -52,25 +52,21 @@ class Boilerplate(Strict):
     """Longer lines stay, whatever their text."""
 
 
-class BoilerplateRemover:
-    """Removes the configured kinds of lines by one combined pattern."""
+@lru_cache(maxsize=4)
+def _boilerplate(kinds: tuple[Kind, ...]) -> re.Pattern[str]:
+    """One pattern of several kinds of lines."""
+    return re.compile("|".join(f"(?:{_PATTERNS[kind]})" for kind in dict.fromkeys(kinds)), re.IGNORECASE)
 
-    def __init__(self, config: Boilerplate) -> None:
-        self._max_characters = config.max_line_characters
-        patterns = [_PATTERNS[kind] for kind in dict.fromkeys(config.kinds)]
-        self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
 
-    def remove(self, text: str) -> str:
-        """The text without its boilerplate lines; the other lines, blank ones too, stay as they are."""
-        lines = text.split("\n")
-        kept = [line for line in lines if not self._is_boilerplate(line)]
-        return text if len(kept) == len(lines) else "\n".join(kept)
-
-    def _is_boilerplate(self, line: str) -> bool:
-        if len(line) > self._max_characters:
-            return False
-        stripped = line.strip()
-        return bool(stripped) and self._pattern.search(stripped) is not None
+def without_boilerplate(text: str, config: Boilerplate) -> str:
+    """The text without its boilerplate lines; the other lines, blank ones too, stay as they are."""
+    pattern, lines = _boilerplate(tuple(config.kinds)), text.split("\n")
+    kept = [
+        line
+        for line in lines
+        if len(line) > config.max_line_characters or not (words := line.strip()) or not pattern.search(words)
+    ]
+    return text if len(kept) == len(lines) else "\n".join(kept)
 
 
 _CLOSING = "\"'”’»)]"
