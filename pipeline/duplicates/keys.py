@@ -69,12 +69,6 @@ class UnitKeys:
     labels: NDArray[np.object_]
     """`(num_documents,)` texts; None without labels."""
 
-    def slice_of(self, first: int, stop: int) -> tuple[U64, NDArray[np.int32]]:
-        """Keys in [first, stop) and their rows; `stop` may be 2**64."""
-        start = int(np.searchsorted(self.keys, np.uint64(first)))
-        end = int(np.searchsorted(self.keys, np.uint64(stop))) if stop < 2**64 else len(self.keys)
-        return self.keys[start:end], self.rows[start:end]
-
 
 def keys_path(folder: Path, unit: str) -> Path:
     """Path of a unit's keys in the output folder."""
@@ -242,12 +236,14 @@ class Documents:
         return keys
 
     def with_keys(self, first: int, stop: int) -> tuple[U64, I64]:
-        """Keys in [first, stop) of all units, and the documents that have them, unit after unit."""
+        """Keys in [first, stop) of all units, stop <= 2**64, and the documents that have them, unit after unit."""
         keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for place, start in enumerate(self.numbering.starts[:-1]):
-            unit_keys, rows = self.open(place).slice_of(first, stop)
-            keys.append(unit_keys.copy())  # a view would keep the file mapped
-            numbers.append(rows + start)
+            unit = self.open(place)
+            begin = int(np.searchsorted(unit.keys, np.uint64(first)))
+            end = int(np.searchsorted(unit.keys, np.uint64(stop))) if stop < 2**64 else len(unit.keys)
+            keys.append(unit.keys[begin:end].copy())  # a view would keep the file mapped
+            numbers.append(unit.rows[begin:end] + start)
         return np.concatenate(keys), np.concatenate(numbers)
 
     def column(self, name: Literal["ids", "signatures", "ordinals", "labels"], documents: I64) -> NDArray[Any]:

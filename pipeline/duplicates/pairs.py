@@ -241,14 +241,10 @@ def decide(pairs: DuplicatePairs) -> Decisions:
     near = ~pairs.exact
     dropped, kept, similarity = _near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
     twins, originals = pairs.later[pairs.exact], pairs.earlier[pairs.exact]
-    if len(dropped):
-        place = np.minimum(np.searchsorted(dropped, originals), len(dropped) - 1)
-        gone = dropped[place] == originals
-        twin_kept = np.where(gone, kept[place], originals)
-        twin_similarity = np.where(gone, similarity[place], np.float32(1))
-    else:
-        gone = np.zeros(len(twins), np.bool_)
-        twin_kept, twin_similarity = originals, np.ones(len(twins), np.float32)
+    gone = np.isin(originals, dropped)
+    place = np.searchsorted(dropped, originals[gone])
+    twin_kept, twin_similarity = originals.copy(), np.ones(len(twins), np.float32)
+    twin_kept[gone], twin_similarity[gone] = kept[place], similarity[place]
     all_dropped = np.concatenate([dropped, twins])
     all_kept = np.concatenate([kept, twin_kept])
     order = np.argsort(all_dropped, kind="stable")
