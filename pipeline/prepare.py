@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(annotated_yaml(config))
             return 0
         if arguments.plan:
-            sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines()) + "\n")
+            sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines) + "\n")
             return 0
         manifest = prepare(config, verify_inputs=arguments.verify_inputs)
     except (KeyboardInterrupt, SystemExit) as stopped:  # Ctrl-C, or another signal
