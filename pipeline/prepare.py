@@ -167,9 +167,7 @@ def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparati
     with ExitStack() as stack:
         if not any(problem.startswith("output ") for problem in places):
             try:
-                where = config.cache, config.storage_retry_seconds
-                opened = open_output(config.output, config.duplicates, config.session, *where)
-                output = stack.enter_context(opened)
+                output = stack.enter_context(open_output(config))
             except OSError as error:
                 places.append(f"output = {config.output!r}: {error}")
         messages = [*unreadable, *places, *filter_problems(config.filters)]

@@ -7,7 +7,6 @@ import contextlib
 import gzip
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +30,7 @@ from declutr.pipeline.job.units import Unit, UnitWriter, input_state_read, load_
 from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
 from declutr.pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.shards.content import NO_LABEL, AnyContent, Layout
-from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_entries
+from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_entries, sum_counts
 from declutr.pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar, Split
 from declutr.pipeline.shards.media import Clip, Image, Media, lists, media_rows
 from declutr.pipeline.shards.windows import EMPTY, drop_reason
@@ -233,9 +232,7 @@ def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> 
     limit = getattr(content, "max_labels", None)
     if limit is None:
         return None
-    counted: Counter[str] = Counter()
-    for sidecar in candidates:
-        counted.update(sidecar.counts.labels)
+    counted = sum_counts([sidecar.counts for sidecar in candidates]).labels
     # Ties by name, or the units' order would decide.
     return sorted(counted, key=lambda label: (-counted[label], label))[:limit]
 

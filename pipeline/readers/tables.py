@@ -135,7 +135,7 @@ def lost_rows(reason: str, source: str, first_row: int, count: int, message: str
         yield failed(reason, source, row, message + more)
 
 
-class _Feed:
+class _Feed(Iterator[str]):
     """Lines of text for the csv module, which requests further lines while a quoted field is open.
 
     Bytes that are not UTF-8 become surrogates, so that they affect only their row.
@@ -148,9 +148,6 @@ class _Feed:
         self._lines = lines(stream, END, MAX_FIELD_BYTES, keep=False)
         self._again: deque[str] = deque()
         self.row: list[str] = []
-
-    def __iter__(self) -> "_Feed":
-        return self
 
     def __next__(self) -> str:
         if self._again:
