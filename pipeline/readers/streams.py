@@ -36,6 +36,11 @@ _COMPRESSED_BYTES = 1 << 16
 _ZSTD_BYTES = 1 << 16  # bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged
 _MAGIC = (("gz", b"\x1f\x8b\x08"), ("xz", b"\xfd7zXZ\x00"), ("zst", b"\x28\xb5\x2f\xfd"))
 _BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
+_ENGINES: dict[str, Callable[[], Any]] = {
+    "gz": lambda: zlib.decompressobj(31),  # 16 + 15: gzip's header and checksum, with the largest window
+    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES),
+    "bz2": bz2.BZ2Decompressor,
+}
 
 
 class ByteStream:
@@ -195,7 +200,7 @@ def decompressed(
     if compression == "zst":
         below, size = pa.CompressedInputStream(pa.PythonFile(ForwardFile(source), mode="r"), "zstd").read, _ZSTD_BYTES
     else:
-        below, size = _Members(source, compression).read, chunk_bytes
+        below, size = _member_reader(source, compression), chunk_bytes
 
     def read(num_bytes: int) -> bytes:
         try:
@@ -210,56 +215,37 @@ def decompressed(
     return ByteStream(read, 0, chunk_bytes)
 
 
-class _Members:
-    """Decompression of gzip, xz and bzip2, member by member."""
+def _member_reader(source: ByteStream, compression: str) -> Callable[[int], bytes]:
+    """A function that reads uncompressed bytes of gzip, xz or bzip2, member by member; none at the end."""
+    engine: Any = None
 
-    def __init__(self, source: ByteStream, compression: str) -> None:
-        self._source = source
-        self._compression = compression
-        self._engine: Any = None
-
-    def read(self, num_bytes: int) -> bytes:
-        """At most `num_bytes` uncompressed bytes; none at the end."""
+    def read(num_bytes: int) -> bytes:
+        nonlocal engine
         while True:
-            if self._engine is None and not self._begin():
-                return b""
-            data = self._pull(num_bytes)
-            if self._engine.eof:
-                self._source.unread(self._engine.unused_data)  # the next member, as `cat a.gz b.gz` and pigz write it
-                self._engine = None
+            if engine is None:
+                # Zeros between and after members are padding.
+                while (head := source.peek(16)) and (num_zeros := len(head) - len(head.lstrip(b"\0"))):
+                    source.skip(num_zeros)
+                if not head:
+                    return b""
+                if compression_of(head) != compression:
+                    raise OSError(f"what follows the {compression} data is no {compression} data")
+                engine = _ENGINES[compression]()
+            # gzip's engine gives back the input that it has not used, the others keep it.
+            compressed, is_end = engine.unconsumed_tail if compression == "gz" else b"", False
+            if not compressed and (compression == "gz" or engine.needs_input):
+                compressed = source.read(_COMPRESSED_BYTES)
+                is_end = not compressed
+            data = bytes(engine.decompress(compressed, num_bytes))
+            if is_end and not data and not engine.eof:
+                raise EOFError(f"the {compression} data end early")
+            if engine.eof:
+                source.unread(engine.unused_data)  # the next member, as `cat a.gz b.gz` and pigz write it
+                engine = None
             if data:
                 return data
 
-    def _begin(self) -> bool:
-        """Starts the next member; False at the end. Zeros between and after members are padding."""
-        while (head := self._source.peek(16)) and (num_zeros := len(head) - len(head.lstrip(b"\0"))):
-            self._source.skip(num_zeros)
-        if not head:
-            return False
-        if compression_of(head) != self._compression:
-            raise OSError(f"what follows the {self._compression} data is no {self._compression} data")
-        if self._compression == "gz":
-            self._engine = zlib.decompressobj(31)  # 16 + 15: gzip's header and checksum, with the largest window
-        elif self._compression == "xz":
-            self._engine = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
-        else:
-            self._engine = bz2.BZ2Decompressor()
-        return True
-
-    def _pull(self, num_bytes: int) -> bytes:
-        """The next uncompressed bytes of this member."""
-        engine = self._engine
-        if self._compression == "gz":
-            waiting = engine.unconsumed_tail
-        elif not engine.needs_input:
-            return bytes(engine.decompress(b"", num_bytes))
-        else:
-            waiting = b""
-        compressed = waiting or self._source.read(_COMPRESSED_BYTES)
-        data = bytes(engine.decompress(compressed, num_bytes))
-        if not compressed and not data and not engine.eof:
-            raise EOFError(f"the {self._compression} data end early")
-        return data
+    return read
 
 
 class ForwardFile(io.RawIOBase):
