@@ -35,26 +35,19 @@ class Member:
     """The contents; read them before the next member is requested."""
 
 
-class _Contents:
-    """The next `size` bytes of a stream, and nothing beyond them."""
+def _contents(stream: ByteStream, size: int) -> ByteStream:
+    """The next `size` bytes of an archive, and nothing beyond them. Raises EOFError if the archive ends first."""
+    left = size
 
-    def __init__(self, stream: ByteStream, size: int) -> None:
-        self._stream = stream
-        self.left = size
-
-    def read(self, num_bytes: int) -> bytes:
-        """Returns some bytes; none at the end of the member.
-
-        Raises:
-            EOFError: the archive ends first.
-        """
-        if self.left == 0:
-            return b""
-        data = self._stream.read(min(num_bytes, self.left))
-        if not data:
-            raise EOFError(f"the archive ends {self.left} bytes before the end of this member")
-        self.left -= len(data)
+    def read(num_bytes: int) -> bytes:
+        nonlocal left
+        data = stream.read(min(num_bytes, left)) if left else b""
+        if left and not data:
+            raise EOFError(f"the archive ends {left} bytes before the end of this member")
+        left -= len(data)
         return data
+
+    return ByteStream(read)
 
 
 def is_tar(head: bytes) -> bool:
@@ -114,9 +107,10 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         more = kind == b"S" and header[482]  # the map of holes of a sparse file goes on in blocks behind its header
         while more:
             more = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
-        contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
-        end = stream.position + _padded(contents.left)
-        yield Member(path, "a sparse file" if sparse or kind == b"S" else member_kind, start, ByteStream(contents.read))
+        length = 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length
+        end = stream.position + _padded(length)
+        member_kind = "a sparse file" if sparse or kind == b"S" else member_kind
+        yield Member(path, member_kind, start, _contents(stream, length))
         stream.skip(end - stream.position)  # what the reader of the member has left
         name = size = None
         sparse = False
