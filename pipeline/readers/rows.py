@@ -30,7 +30,6 @@ from declutr.pipeline.readers.lines import decode, documents, explained_object, 
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
-NO_COLUMN = "no_column"
 _DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
 _MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
 _FIELD_ROWS = 32
@@ -230,7 +229,7 @@ def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_line
 class BlobRows:
     """Rows with the bytes of an image or a clip, and its label if there is a label column."""
 
-    no_column = NO_COLUMN
+    no_column = "no_column"
 
     def __init__(self, rules: Rules) -> None:
         blobs = rules.blobs
