@@ -304,14 +304,14 @@ def write_duplicates(
     path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
 ) -> None:
     """Writes the table, whole or not at all; its metadata have the labels whose rows are kept, if not all are."""
-    units = pa.array(documents.numbering.units, pa.string())
+    units = pa.array(documents.units, pa.string())
     kinds = pa.array(KINDS, pa.string())
     ids = np.ascontiguousarray(documents.column("ids", decisions.kept))
     count = len(decisions.dropped)
     columns = {
-        "unit": _coded(documents.numbering.units_of(decisions.dropped), units),
+        "unit": _coded(documents.units_of(decisions.dropped), units),
         "ordinal": pa.array(documents.column("ordinals", decisions.dropped)),
-        "kept_unit": _coded(documents.numbering.units_of(decisions.kept), units),
+        "kept_unit": _coded(documents.units_of(decisions.kept), units),
         "kept_ordinal": pa.array(documents.column("ordinals", decisions.kept)),
         "kept_id": pa.Array.from_buffers(pa.binary(ID_BYTES), count, [None, pa.py_buffer(ids)]),
         "kind": pa.DictionaryArray.from_arrays(pa.array(decisions.exact.astype(np.int8)), kinds),
