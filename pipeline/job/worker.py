@@ -173,10 +173,6 @@ def _decide_media(record: Record, draw: Callable[[Sequence[bytes]], list[Split]]
         media, [split] = record.media, draw([record.id])
         notes = ", ".join(record.notes) or None
         return Decision(Entry(record.id, *place, record.num_bytes, media.size, None, split, None, notes)), media
-    if isinstance(record, RejectedMedia):
-        return Decision(
-            Entry(record.id, *place, record.num_bytes, None, None, record.reason, None, record.detail)
-        ), None
     unread = _decide_unread(record)
     assert unread is not None
     return unread, None
@@ -187,6 +183,8 @@ def _decide_unread(record: Record) -> Decision | None:
     place = record.source, record.offset
     if isinstance(record, ReadFailure):
         return Decision(Entry(None, *place, 0, None, None, record.reason, None, record.message))
+    if isinstance(record, RejectedMedia):
+        return Decision(Entry(record.id, *place, record.num_bytes, None, None, record.reason, None, record.detail))
     if isinstance(record, Rejected):
         raw = record.text.encode()
         return Decision(Entry(document_id(raw), *place, len(raw), None, None, record.reason, None, None), record.text)
