@@ -243,7 +243,7 @@ def json_values(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFail
 def read_jsonl(body: Body, values: Callable[..., Iterator[Any]] = json_lines) -> Records:
     """One JSON object a line (or value), with the text under the names of the rules."""
     source, names, max_bytes = body.source, body.rules.text_names, body.rules.max_bytes
-    parse = _decoder(names, str if len(names) == 1 else str | None).decode
+    parse = json_decoder(names, str if len(names) == 1 else str | None).decode
     for line in values(body):
         if isinstance(line, ReadFailure):
             yield line
@@ -272,10 +272,14 @@ def _joined(values: Sequence[str | None], names: Names) -> str:
 
 
 @lru_cache
-def _decoder(names: Names, kind: Any) -> Any:
-    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored."""
+def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
+    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored.
+
+    An absent key is an error without a `default`.
+    """
     fields = [f"value{number}" for number in range(len(names))]
-    struct = msgspec.defstruct("Line", [(name, kind) for name in fields], rename=dict(zip(fields, names, strict=True)))
+    typed: list[Any] = [(name, kind, *default) for name in fields]
+    struct = msgspec.defstruct("Line", typed, rename=dict(zip(fields, names, strict=True)))
     return msgspec.json.Decoder(struct)
 
 
@@ -336,7 +340,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
     if offset == 0 and line[:3] == _BOM:
         line = memoryview(line)[3:]
     try:
-        raws = msgspec.structs.astuple(_decoder(names, msgspec.Raw).decode(line))
+        raws = msgspec.structs.astuple(json_decoder(names, msgspec.Raw).decode(line))
     except msgspec.ValidationError as error:
         yield _no_text(source, offset, " and ".join(names), str(error))
         return

@@ -26,7 +26,7 @@ from declutr.pipeline.readers.corpus import (
     joined,
     missing,
 )
-from declutr.pipeline.readers.lines import decode, documents, explained_object, json_lines, nul_bytes
+from declutr.pipeline.readers.lines import decode, documents, explained_object, json_decoder, json_lines, nul_bytes
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
@@ -203,9 +203,7 @@ def missing_key(keys: Keys, columns: Any) -> str:
 def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_lines) -> Records:
     """The values of one JSON object a line (or value)."""
     rows, source = FieldRows(body.rules), body.source
-    fields: list[Any] = [(f"value{number}", Any, msgspec.UNSET) for number in range(len(rows.names))]
-    renamed = {f"value{number}": name for number, name in enumerate(rows.names)}
-    parse = msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=renamed)).decode
+    parse = json_decoder(rows.names, Any, msgspec.UNSET).decode
     for line in lines(body):
         if isinstance(line, ReadFailure):
             yield line
