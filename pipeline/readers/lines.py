@@ -75,14 +75,8 @@ def character_start(window: bytes | bytearray, position: int) -> int:
 
 def documents(raw: Buffer, source: str, row: int, max_bytes: int) -> Records:
     """The document of one row of a table, in pieces if longer than `max_bytes`; the offset is always the row."""
-    view = memoryview(raw)
-    start = 0
-    while len(view) - start > max_bytes:
-        # One byte beyond the limit shows whether the limit falls between two characters.
-        length = cut(bytes(view[start : start + max_bytes + 1]), max_bytes)
-        yield decode(view[start : start + length], source, row)
-        start += length
-    yield decode(view[start:], source, row)
+    for piece, _, _ in _cut_line(memoryview(raw), 0, max_bytes):
+        yield decode(piece, source, row)
 
 
 def encoding_of(head: bytes) -> str | None:
@@ -159,11 +153,12 @@ def lines(
         yield from _cut_line(buffer, start, max_bytes if keep else len(buffer))
 
 
-def _cut_line(line: bytes | bytearray, start: int, max_bytes: int) -> Iterator[tuple[bytes | bytearray, int, bool]]:
-    """The pieces of a line that was read to its end, as `lines` yields them."""
+def _cut_line(line: Any, start: int, max_bytes: int) -> Iterator[tuple[Any, int, bool]]:
+    """The pieces of a line or text that was read to its end, as `lines` yields them."""
     done = 0
     while len(line) - done > max_bytes:
-        length = cut(line[done : done + max_bytes + 1], max_bytes)
+        # One byte beyond the limit shows whether the limit falls between two characters.
+        length = cut(bytes(line[done : done + max_bytes + 1]), max_bytes)
         yield line[done : done + length], start + done, True
         done += length
     yield line[done:] if done else line, start + done, False  # a line of JSON is not copied
