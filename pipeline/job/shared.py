@@ -89,6 +89,6 @@ def output_engine(job: Preparation, folder: Path, units: Sequence[Unit]) -> Engi
     if config.tokenizer is None:
         return None
     texts = sample_texts(units, config.corpus, config.content, config.seed, _COMPARED_MIB)
-    chosen = choose_engine(folder / TOKENIZER, config.tokenizer.engine, texts)
-    get_logger().info("tokenizing with %s: %s", chosen.engine, chosen.reason)
-    return chosen.engine
+    engine, reason = choose_engine(folder / TOKENIZER, config.tokenizer.engine, texts)
+    get_logger().info("tokenizing with %s: %s", engine, reason)
+    return engine

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from declutr.common import seeding
-from declutr.common.config import Strict
 from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer.fast_engines import (
     ByteLevelBPE,
@@ -215,15 +214,8 @@ _SURROGATES = range(0xD800, 0xE000)
 _AGREEING = {("0.14.0", "0.23.3")}
 
 
-class EngineChoice(Strict):
-    """The library that turns texts into ids, and the reason for it."""
-
-    engine: EngineName
-    reason: str
-
-
-def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = ()) -> EngineChoice:
-    """The engine for the tokenizer of a folder written by `save_pretrained`.
+def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = ()) -> tuple[EngineName, str]:
+    """The engine for the tokenizer of a folder written by `save_pretrained`, and the reason for it.
 
     tiktoken (byte-level BPE) is chosen if nothing in the tokenizer forbids it, both libraries classify letters, numbers
     and whitespace of Unicode alike, and all ids of difficult texts and of the sample are the same. The table of words
@@ -239,7 +231,7 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
         ConfigError: the configured engine cannot give the same ids.
     """
     if setting == "tokenizers":
-        return EngineChoice(engine="tokenizers", reason="tokenizer.engine = 'tokenizers'")
+        return "tokenizers", "tokenizer.engine = 'tokenizers'"
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     parsed = parse(backend)
     name: EngineName = "wordpiece" if parsed["model"]["type"] == "WordPiece" else "tiktoken"
@@ -253,11 +245,11 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
         reference = BatchTokenizer(backend, parsed=parsed)
         reason = disagreement(reference, fast, difficult_texts(backend)) or disagreement(reference, fast, sample)
     if reason is None:
-        return EngineChoice(engine=name, reason="gives the ids of `tokenizers` on all tested texts")
+        return name, "gives the ids of `tokenizers` on all tested texts"
     if setting != "auto":
         problem = f"tokenizer.engine = {setting!r} cannot replace this tokenizer: {reason}; set it to auto"
         raise ConfigError("tokenizer", [problem])
-    return EngineChoice(engine="tokenizers", reason=f"{name} cannot replace this tokenizer: {reason}")
+    return "tokenizers", f"{name} cannot replace this tokenizer: {reason}"
 
 
 def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterable[str]) -> str | None:

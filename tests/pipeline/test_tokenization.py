@@ -57,7 +57,7 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder(folder):
     """The tokenizer as `prepare` applies it."""
-    return BatchTokenizer.load(folder, choose_engine(folder, "auto", TEXTS.values()).engine)
+    return BatchTokenizer.load(folder, choose_engine(folder, "auto", TEXTS.values())[0])
 
 
 def test_ids_are_those_of_the_saved_tokenizer_and_no_script_is_unknown_or_much_longer_than_its_letters(folder, encoder):
