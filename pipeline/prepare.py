@@ -36,8 +36,7 @@ from declutr.pipeline.job.outcome import (
     too_many_failed,
     unknown_hint,
 )
-from declutr.pipeline.job.output import Preparation, plan_of
-from declutr.pipeline.job.shared import write_shared_files
+from declutr.pipeline.job.output import Preparation, plan_of, write_shared_files
 from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, fit_units, with_file_states

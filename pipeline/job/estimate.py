@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import duration
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
-from declutr.pipeline.job.output import Preparation
-from declutr.pipeline.job.shared import output_engine
+from declutr.pipeline.job.output import Preparation, output_engine
 from declutr.pipeline.job.units import RunningCounts, Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, Part, ReadFailure, Record, bare_suffix
