@@ -273,8 +273,8 @@ def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
     An absent key is an error without a `default`.
     """
     fields = [f"value{number}" for number in range(len(names))]
-    typed: list[Any] = [(name, kind, *default) for name in fields]
-    struct = msgspec.defstruct("Line", typed, rename=dict(zip(fields, names, strict=True)))
+    values: list[Any] = [(name, kind, *default) for name in fields]
+    struct = msgspec.defstruct("Line", values, rename=dict(zip(fields, names, strict=True)))
     return msgspec.json.Decoder(struct)
 
 
