@@ -43,8 +43,8 @@ _ENGINES: dict[str, Callable[[], Any]] = {
 }
 
 
-class ByteStream:
-    """Buffered bytes from a function that reads the next ones.
+class ByteStream(io.RawIOBase):
+    """Buffered bytes from a function that reads the next ones; a file that Arrow can read forward.
 
     Args:
         read: returns at most the given number of bytes, none only at the end.
@@ -67,6 +67,10 @@ class ByteStream:
         self._next = 0
         self.position = position
         self._error: Exception | None = None
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
 
     def _more(self, num_bytes: int) -> bytes:
         """Reads the next bytes. An error is raised again at every later call, so that no broken decoder continues."""
@@ -198,7 +202,7 @@ def decompressed(
         chunk_bytes: uncompressed bytes at a time.
     """
     if compression == "zst":
-        below, size = pa.CompressedInputStream(pa.PythonFile(ForwardFile(source), mode="r"), "zstd").read, _ZSTD_BYTES
+        below, size = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd").read, _ZSTD_BYTES
     else:
         below, size = _member_reader(source, compression), chunk_bytes
 
@@ -246,21 +250,6 @@ def _member_reader(source: ByteStream, compression: str) -> Callable[[int], byte
                 return data
 
     return read
-
-
-class ForwardFile(io.RawIOBase):
-    """A stream as a Python file that is read forward, for libraries that need one."""
-
-    def __init__(self, source: ByteStream) -> None:
-        self._source = source
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def read(self, num_bytes: int = -1) -> bytes:
-        """At most `num_bytes` bytes; none at the end."""
-        return self._source.read(num_bytes if num_bytes >= 0 else CHUNK_BYTES)
 
 
 class StoreLostError(Exception):

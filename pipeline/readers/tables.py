@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from declutr.pipeline.readers.corpus import END, MIB, ReadFailure, Records, Rules, failed, unreadable
 from declutr.pipeline.readers.lines import MAX_HELD_BYTES, as_utf8, encoding_of, lines
 from declutr.pipeline.readers.rows import BlobRows, Rows, rows_of
-from declutr.pipeline.readers.streams import READ_ERRORS, Body, ByteStream, ForwardFile, bounded_content
+from declutr.pipeline.readers.streams import READ_ERRORS, Body, ByteStream, bounded_content
 
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)  # UnicodeDecodeError occurs if the name of a column is damaged
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -108,7 +108,7 @@ def read_arrow_stream(body: Body) -> Records:
     try:
         if body.stream.peek(len(ARROW_FILE)) == ARROW_FILE:
             body.stream.skip(len(ARROW_FILE))
-        with pa.ipc.open_stream(pa.PythonFile(ForwardFile(body.stream), mode="r")) as reader:
+        with pa.ipc.open_stream(pa.PythonFile(body.stream, mode="r")) as reader:
             for batch in reader:
                 yield from _of_batch(rows, batch, body.source, row)
                 row += batch.num_rows
