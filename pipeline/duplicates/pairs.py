@@ -97,7 +97,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
     order = np.argsort(keys, kind="stable")  # stable: a group is in the order of the corpus
     keys, numbers = keys[order], numbers[order]
     groups = np.cumsum(_first_of_runs(keys), dtype=np.int64)
-    shared = _in_runs(groups)
+    shared = np.bincount(groups)[groups] > 1
     near = (keys & _EXACT_BIT).astype(np.bool_)
     parts = []
     if config.exact:
@@ -108,7 +108,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
         if config.exact:
             first_of_text = _first_of_text(groups, members, documents.column("ids", members))
             members, groups = members[first_of_text], groups[first_of_text]
-            shared = _in_runs(groups)
+            shared = np.bincount(groups)[groups] > 1
             members, groups = members[shared], groups[shared]
         parts += _window_pairs(members, groups, documents, config.near)
         for group in _large_groups(members, groups):
@@ -124,13 +124,6 @@ def _first_of_runs(*columns: NDArray[np.int64] | U64) -> NDArray[np.bool_]:
         for column in columns:
             first[1:] |= column[1:] != column[:-1]
     return first
-
-
-def _in_runs(groups: I64) -> NDArray[np.bool_]:
-    """A mask of the rows that share their group with a neighbour, `(n,)`."""
-    first = np.append(_first_of_runs(groups), True)
-    alone: NDArray[np.bool_] = first[:-1] & first[1:]
-    return ~alone
 
 
 def _exact_pairs(members: I64, ids: U64) -> DuplicatePairs:

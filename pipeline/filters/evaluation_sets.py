@@ -92,7 +92,9 @@ class ContaminationIndex:
         self._sets = _column(table, "set")
         self._head_words = int(metadata["head"])
         self._shift = np.uint64(64 - max(13, (len(self._keys) * _BITMAP_LOAD).bit_length()))
-        self._bitmap = _bitmap(mix(_column(table, "head")), self._shift)
+        marks = np.zeros(1 << (64 - int(self._shift)), np.bool_)
+        marks[mix(_column(table, "head")) >> self._shift] = True
+        self._bitmap = np.packbits(marks, bitorder="little")
 
     def find(self, text: str) -> Match | None:
         """Finds text shared with the evaluation sets. The cost grows with the text's n-grams, not with the index."""
@@ -153,14 +155,6 @@ def _column(table: pa.Table, name: str) -> NDArray[np.uint64]:
     """A column as an array, without a copy of the mapped file."""
     column: NDArray[np.uint64] = table.column(name).combine_chunks().to_numpy(zero_copy_only=False)
     return column
-
-
-def _bitmap(keys: U64, shift: np.uint64) -> NDArray[np.uint8]:
-    """A packed bitmap of the values that the keys' upper bits take."""
-    bits = np.unique(keys >> shift)
-    marks = np.zeros(1 << (64 - int(shift) - 3), np.uint8)
-    np.bitwise_or.at(marks, bits >> np.uint64(3), np.left_shift(1, bits & np.uint64(7)).astype(np.uint8))
-    return marks
 
 
 def contamination_problems(config: Contamination) -> list[str]:

@@ -177,16 +177,9 @@ def _repeated_ngrams(words: WordHashes, config: GopherRepetition) -> Drop | None
 
 def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
     """A mask of the entries that occur at least twice, `(n,)`, and the most frequent entry (least hash if tied)."""
-    order = np.argsort(hashes)
-    ordered = hashes[order]
-    edges = np.ones(len(ordered) + 1, np.bool_)  # True where a value differs from the one before, and at both ends
-    np.not_equal(ordered[1:], ordered[:-1], out=edges[1:-1])
-    repeated = np.empty(len(hashes), np.bool_)
-    repeated[order] = ~(edges[1:] & edges[:-1])
-    first = np.flatnonzero(edges)
-    counts = np.diff(first)
+    values, places, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     top = int(np.argmax(counts))
-    return repeated, ordered[first[top]] if counts[top] > 1 else None
+    return counts[places] > 1, values[top] if counts[top] > 1 else None
 
 
 def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:
