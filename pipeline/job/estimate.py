@@ -147,15 +147,10 @@ def makespan(seconds: Iterable[float], num_cpus: int) -> float:
 
 
 def _read_sample(
-    job: Preparation,
-    folder: Path,
-    tokenizer: TokenizerInfo | None,
-    sampled: Sequence[Sampled],
-    total: int,
-    failures: list[ReadFailure],
-) -> Counts:
+    job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, sampled: Sequence[Sampled]
+) -> tuple[Counts, list[ReadFailure]]:
     """Processes the sampled parts like a task for about 20 seconds; adds their bytes and sums to them."""
-    config = job.config
+    config, failures, total = job.config, list[ReadFailure](), sum(sample.stands_for for sample in sampled)
     engine = output_engine(job, folder, job.units)
     decide = partial(decide_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
     list(decide(iter(())))  # load the tokenizer before the clock starts
@@ -171,7 +166,7 @@ def _read_sample(
             num_tokens = (entry.num_tokens or 0) if kept else 0
             sample.sums += [1, kept, num_tokens, entry.text_bytes, 0, num_texts, media_bytes]
         sample.sums[SUMS.index("cpu_seconds")] = time.process_time() - started
-    return running.counts()
+    return running.counts(), failures
 
 
 def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cpus: int | None = None) -> Estimate:
@@ -185,11 +180,10 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cp
         ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     config, units, kind = job.config, job.units, job.config.content.kind
-    failures: list[ReadFailure] = []
     strata = draw_strata([part for unit in units for part in unit.parts])
     sampled = [sample for stratum in strata for sample in stratum.sampled]
     total = sum(stratum.num_bytes for stratum in strata)
-    counts = _read_sample(job, folder, tokenizer, sampled, total, failures)
+    counts, failures = _read_sample(job, folder, tokenizer, sampled)
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
     totals = [stratum.totals() for stratum in strata]
