@@ -85,11 +85,10 @@ def _within(value: float, low: float | None, high: float | None) -> bool:
 def _has_stop_words(text: str, min_words: int) -> bool:
     """True if at least `min_words` different stop words occur; English text needs about one sentence for this."""
     seen: set[str] = set()
-    if min_words > 0:
-        for match in _STOP_WORD.finditer(text):
-            seen.add(match.group().lower())
-            if len(seen) >= min_words:
-                break
+    for match in _STOP_WORD.finditer(text):
+        seen.add(match.group().lower())
+        if len(seen) >= min_words:
+            break
     return len(seen) >= min_words
 
 

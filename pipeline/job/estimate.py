@@ -21,7 +21,7 @@ from declutr.pipeline.job.output import Preparation, output_engine
 from declutr.pipeline.job.units import RunningCounts, Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, Part, ReadFailure, Record, bare_suffix
-from declutr.pipeline.shards.content import bytes_noun, noun_of, size_noun
+from declutr.pipeline.shards.content import MEDIA_KINDS, noun_of, size_noun
 from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts
 from declutr.pipeline.shards.media import Clip, Image
 from declutr.pipeline.shards.writer import UINT16_VOCABULARY
@@ -210,7 +210,7 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cp
         f"estimated from {num_bytes / MIB:,.1f} of {total / MIB:,.1f} MiB of input:",
         f"  {noun_of(kind):11} {about}{documents:,}, of which {about}{kept:,} kept ({kept / max(1, documents):.0%})",
         *([f"  not kept    {reasons} (in the sample)"] if not_kept else []),
-        f"  {bytes_noun(kind):11} {sums['text_bytes'] / MIB:,.1f} MiB",
+        f"  {'files' if kind in MEDIA_KINDS else 'text':11} {sums['text_bytes'] / MIB:,.1f} MiB",
         f"  {size_noun(kind):11} {about}{num_tokens:,} kept",
         f"  shards      up to {len(units) * len(SPLITS):,} files, {shard_bytes / MIB:,.1f} MiB",
         f"  time        {duration(math.ceil(makespan(of_units, num_cpus)))} on {num_cpus} CPUs (and up to a minute for "

@@ -151,9 +151,7 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
 def _row(blob: Blob, answer: Answer) -> Record:
     """The row of an image or clip, or the reason why it forms none."""
     if isinstance(answer, Decoded):
-        media = answer.media
-        if blob.label:
-            media = replace(media, label=blob.label)
+        media = replace(answer.media, label=blob.label or "")
         return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
     assert not isinstance(answer, str)
     kind, reason, message = answer
