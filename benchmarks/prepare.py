@@ -43,8 +43,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import Manifest
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, parse
-from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, choose_engine, parse
 from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
@@ -82,8 +81,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "workers": options.workers,
         "min_tokens": 4 * options.max_tokens,
     }
-    choice = choose_engine(Path(tokenizer), "auto")
-    settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
+    engine, reason = choose_engine(Path(tokenizer), "auto")
+    settings |= {"stock": False, "engine": engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
     with FolderSize(work / "warm-up") as disk:
         manifest = time_prepare(options, settings, disk.folder)[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / record.MIB
@@ -96,7 +95,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         peaks.append(memory.peak_mib)
         rates["cold"].append(mib / command(options, settings, where / "cold"))
         rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
-        if choice.engine == "tiktoken":
+        if engine == "tiktoken":
             rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
         if find_spec("datasets"):
             result = at_once(datasets, [settings], where / "datasets")[0]
@@ -111,8 +110,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "text_mib": round(mib, 1),
         "documents": {key: manifest.totals[key] for key in ("read", "kept", "num_tokens")},
         "workers": options.workers,
-        "engine": choice.engine,
-        "engine_reason": choice.reason,
+        "engine": engine,
+        "engine_reason": reason,
         "mib_per_s": _median(rates["warm"]),
         "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
         "share_of_limit": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"])["median"],

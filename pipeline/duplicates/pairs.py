@@ -97,7 +97,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
     order = np.argsort(keys, kind="stable")  # stable: a group is in the order of the corpus
     keys, numbers = keys[order], numbers[order]
     groups = np.cumsum(_first_of_runs(keys), dtype=np.int64)
-    shared = _in_runs(groups)
+    shared = np.bincount(groups)[groups] > 1
     near = (keys & _EXACT_BIT).astype(np.bool_)
     parts = []
     if config.exact:
@@ -108,7 +108,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
         if config.exact:
             first_of_text = _first_of_text(groups, members, documents.column("ids", members))
             members, groups = members[first_of_text], groups[first_of_text]
-            shared = _in_runs(groups)
+            shared = np.bincount(groups)[groups] > 1
             members, groups = members[shared], groups[shared]
         parts += _window_pairs(members, groups, documents, config.near)
         for group in _large_groups(members, groups):
@@ -124,13 +124,6 @@ def _first_of_runs(*columns: NDArray[np.int64] | U64) -> NDArray[np.bool_]:
         for column in columns:
             first[1:] |= column[1:] != column[:-1]
     return first
-
-
-def _in_runs(groups: I64) -> NDArray[np.bool_]:
-    """A mask of the rows that share their group with a neighbour, `(n,)`."""
-    first = np.append(_first_of_runs(groups), True)
-    alone: NDArray[np.bool_] = first[:-1] & first[1:]
-    return ~alone
 
 
 def _exact_pairs(members: I64, ids: U64) -> DuplicatePairs:
@@ -241,14 +234,10 @@ def decide(pairs: DuplicatePairs) -> Decisions:
     near = ~pairs.exact
     dropped, kept, similarity = _near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
     twins, originals = pairs.later[pairs.exact], pairs.earlier[pairs.exact]
-    if len(dropped):
-        place = np.minimum(np.searchsorted(dropped, originals), len(dropped) - 1)
-        gone = dropped[place] == originals
-        twin_kept = np.where(gone, kept[place], originals)
-        twin_similarity = np.where(gone, similarity[place], np.float32(1))
-    else:
-        gone = np.zeros(len(twins), np.bool_)
-        twin_kept, twin_similarity = originals, np.ones(len(twins), np.float32)
+    gone = np.isin(originals, dropped)
+    place = np.searchsorted(dropped, originals[gone])
+    twin_kept, twin_similarity = originals.copy(), np.ones(len(twins), np.float32)
+    twin_kept[gone], twin_similarity[gone] = kept[place], similarity[place]
     all_dropped = np.concatenate([dropped, twins])
     all_kept = np.concatenate([kept, twin_kept])
     order = np.argsort(all_dropped, kind="stable")
@@ -308,14 +297,14 @@ def write_duplicates(
     path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
 ) -> None:
     """Writes the table, whole or not at all; its metadata have the labels whose rows are kept, if not all are."""
-    units = pa.array(documents.numbering.units, pa.string())
+    units = pa.array(documents.units, pa.string())
     kinds = pa.array(KINDS, pa.string())
     ids = np.ascontiguousarray(documents.column("ids", decisions.kept))
     count = len(decisions.dropped)
     columns = {
-        "unit": _coded(documents.numbering.units_of(decisions.dropped), units),
+        "unit": _coded(documents.units_of(decisions.dropped), units),
         "ordinal": pa.array(documents.column("ordinals", decisions.dropped)),
-        "kept_unit": _coded(documents.numbering.units_of(decisions.kept), units),
+        "kept_unit": _coded(documents.units_of(decisions.kept), units),
         "kept_ordinal": pa.array(documents.column("ordinals", decisions.kept)),
         "kept_id": pa.Array.from_buffers(pa.binary(ID_BYTES), count, [None, pa.py_buffer(ids)]),
         "kind": pa.DictionaryArray.from_arrays(pa.array(decisions.exact.astype(np.int8)), kinds),

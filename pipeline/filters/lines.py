@@ -11,7 +11,6 @@ cookies keeps its paragraphs. Lines that are frequent over the whole corpus stay
 """
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -52,25 +51,21 @@ class Boilerplate(Strict):
     """Longer lines stay, whatever their text."""
 
 
-class BoilerplateRemover:
-    """Removes the configured kinds of lines by one combined pattern."""
+@lru_cache(maxsize=4)
+def _boilerplate(kinds: tuple[Kind, ...]) -> re.Pattern[str]:
+    """One pattern of several kinds of lines."""
+    return re.compile("|".join(f"(?:{_PATTERNS[kind]})" for kind in dict.fromkeys(kinds)), re.IGNORECASE)
 
-    def __init__(self, config: Boilerplate) -> None:
-        self._max_characters = config.max_line_characters
-        patterns = [_PATTERNS[kind] for kind in dict.fromkeys(config.kinds)]
-        self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
 
-    def remove(self, text: str) -> str:
-        """The text without its boilerplate lines; the other lines, blank ones too, stay as they are."""
-        lines = text.split("\n")
-        kept = [line for line in lines if not self._is_boilerplate(line)]
-        return text if len(kept) == len(lines) else "\n".join(kept)
-
-    def _is_boilerplate(self, line: str) -> bool:
-        if len(line) > self._max_characters:
-            return False
-        stripped = line.strip()
-        return bool(stripped) and self._pattern.search(stripped) is not None
+def without_boilerplate(text: str, config: Boilerplate) -> str:
+    """The text without its boilerplate lines; the other lines, blank ones too, stay as they are."""
+    pattern, lines = _boilerplate(tuple(config.kinds)), text.split("\n")
+    kept = [
+        line
+        for line in lines
+        if len(line) > config.max_line_characters or not (words := line.strip()) or not pattern.search(words)
+    ]
+    return text if len(kept) == len(lines) else "\n".join(kept)
 
 
 _CLOSING = "\"'”’»)]"
@@ -119,7 +114,7 @@ def c4_problems(config: C4Rules) -> list[str]:
         return [f"filters.c4.bad_words = {config.bad_words!r}: {error.strerror}; looked at {path.absolute()}"]
     except UnicodeDecodeError as error:
         return [f"filters.c4.bad_words = {config.bad_words!r}: not UTF-8 ({error.reason} at byte {error.start})"]
-    if not bad_words.words and not bad_words.phrases:
+    if not any(bad_words):
         return [f"filters.c4.bad_words = {config.bad_words!r}: holds no words; write one word or phrase a line"]
     return []
 
@@ -135,8 +130,11 @@ def c4_page(text: str, config: C4Rules) -> Drop | None:
         return "c4_lorem_ipsum", f"at character {place}"
     if config.bad_words:
         path = expand(config.bad_words)
-        if word := _bad_words(path, path.stat().st_mtime_ns).find(lowered):
-            return "c4_bad_words", word
+        words, phrases = _bad_words(path, path.stat().st_mtime_ns)
+        if both := words.intersection(_WORD.findall(lowered)):  # words before phrases, each in alphabetical order
+            return "c4_bad_words", min(both)
+        if match := next(filter(None, (phrase.search(lowered) for phrase in phrases)), None):
+            return "c4_bad_words", match.group()
     return None
 
 
@@ -170,27 +168,13 @@ def _is_kept(line: str, config: C4Rules) -> bool:
     return not (config.policies and any(phrase in lowered for phrase in _POLICIES))
 
 
-@dataclass(frozen=True, slots=True)
-class _BadWords:
-    """A list of words to look up and of phrases to search for, lower-cased."""
-
-    words: frozenset[str]
-    phrases: tuple[re.Pattern[str], ...]
-
-    def find(self, lowered: str) -> str | None:
-        """The first match in alphabetical order, words before phrases."""
-        if both := self.words.intersection(_WORD.findall(lowered)):
-            return min(both)
-        return next((match.group() for phrase in self.phrases if (match := phrase.search(lowered))), None)
-
-
 @lru_cache(maxsize=4)
-def _bad_words(path: Path, modified_ns: int) -> _BadWords:  # noqa: ARG001
-    """Reads a list from its file, again if its time has changed.
+def _bad_words(path: Path, modified_ns: int) -> tuple[frozenset[str], list[re.Pattern[str]]]:  # noqa: ARG001
+    """Reads a list from its file, again if its time has changed: words to look up and phrases to search, lower-cased.
 
     Runs of letters and digits are words, all other entries are phrases.
     """
     entries = sorted({" ".join(line.lower().split()) for line in path.read_text("utf-8").splitlines()} - {""})
     phrases = [rf"(?<!\w){re.escape(entry)}(?!\w)" for entry in entries if not _WORD.fullmatch(entry)]
     words = frozenset(entry for entry in entries if _WORD.fullmatch(entry))
-    return _BadWords(words, tuple(re.compile(phrase.replace(r"\ ", r"\s+")) for phrase in phrases))
+    return words, [re.compile(phrase.replace(r"\ ", r"\s+")) for phrase in phrases]

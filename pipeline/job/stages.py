@@ -26,8 +26,7 @@ from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
 from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage
-from declutr.pipeline.job.shared import output_engine
+from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage, output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import BEAT_SECONDS, most_frequent_labels, write_selected, write_unit

@@ -31,6 +31,7 @@ from declutr.common.storage import LISTING, FileRecord, Files, decoded, encoded,
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.copies import PLAN
 from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
@@ -285,25 +286,23 @@ class StoredOutput(Output):
 
 
 @contextlib.contextmanager
-def open_output(
-    setting: str, duplicates: DuplicatesConfig, session: SessionConfig, cache: str, storage_retry_seconds: float
-) -> Iterator[Output]:
-    """The output that the settings of these names give, for one command; `setting` is `output`.
+def open_output(config: PipelineConfig) -> Iterator[Output]:
+    """The output that the settings give, for one command.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
         ConfigError: `cache` cannot be written.
     """
-    if not is_remote(setting):
-        yield Output(setting, expand(setting).absolute(), duplicates, session)
+    if not is_remote(config.output):
+        yield Output(config.output, expand(config.output).absolute(), config.duplicates, config.session)
         return
     try:
-        store = OutputStore(Folder(setting, RetryPolicy(storage_retry_seconds)), cache)
+        store = OutputStore(Folder(config.output, RetryPolicy(config.storage_retry_seconds)), config.cache)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
     except UsageError as error:
         raise ConfigError("prepare", [f"cache: {error}"]) from error
     except OSError as error:
-        problem = f"cache = {cache}: {error.strerror}; name a folder of this host that can be written"
+        problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
         raise ConfigError("prepare", [problem]) from error
     for left in store.cache_dir.glob("command-*"):
         # Of a killed command, whose lock the kernel has released.
@@ -315,7 +314,7 @@ def open_output(
         Path(name, _HELD).open("w") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        output = StoredOutput(store, Path(name), duplicates, session)
+        output = StoredOutput(store, Path(name), config.duplicates, config.session)
         output.refresh()
         yield output
     with contextlib.suppress(OSError):  # other files of this output are left

@@ -110,9 +110,6 @@ class UnitReader(Iterator[Record]):
             records = document_texts(records, rules) if rules and rules.documents else records
             self._records = records if content.kind == "documents" else rows(records, content)
 
-    def __iter__(self) -> "UnitReader":
-        return self
-
     def __next__(self) -> Record:
         try:
             return next(self._records)

@@ -29,8 +29,6 @@ from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, MIB
 from declutr.pipeline.shards.content import ImagesContent, MediaContent
 from declutr.pipeline.shards.media import Clip, Image, Media
 
-TOO_MUCH_MEMORY = "too_much_memory"
-TOO_SLOW = "too_slow"
 _OUT_OF_MEMORY = 3  # exit status of a process that reached its limit of memory
 # Signals by which a decoder ends itself on a damaged file.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
@@ -141,7 +139,12 @@ def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers
             packed = []
             for data in files:
                 signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # SIGPROF ends this process
-                packed.append(_pack(_answer(decoders[content], data)))
+                try:
+                    answer: Answer = decoders[content](data)
+                except UndecodableError as error:
+                    kind = UNSUITABLE if isinstance(error, UnsuitableError) else FAILED
+                    answer = kind, error.reason, str(error)
+                packed.append(_pack(answer))
             signal.setitimer(signal.ITIMER_PROF, 0)
             answers.send_bytes(msgspec.msgpack.encode(packed))
         except MemoryError:
@@ -164,21 +167,16 @@ def _decoders(key: str) -> dict[str, Callable[[bytes], Decoded | str]]:
         return {kind: partial(extracted, kind=kind) for kind in DOCUMENT_SUFFIXES.values()}
     content: MediaContent = TypeAdapter(MediaContent).validate_json(key)
     if isinstance(content, ImagesContent):
-        from declutr.pipeline.media.images import decode_image, load_formats
+        from PIL import Image as Pillow
 
-        load_formats()
+        from declutr.pipeline.media.images import decode_image
+
+        Pillow.init()  # loads what every format needs
         return {key: partial(decode_image, content=content, label="")}
     from declutr.pipeline.media.clips import decode_clip, load_libraries
 
     load_libraries(content)
     return {key: partial(decode_clip, content=content, label="")}
-
-
-def _answer(decode: Callable[[bytes], Decoded | str], data: bytes) -> Answer:
-    try:
-        return decode(data)
-    except UndecodableError as error:
-        return UNSUITABLE if isinstance(error, UnsuitableError) else FAILED, error.reason, str(error)
 
 
 class _Child:
@@ -303,11 +301,15 @@ class Decoder:
                 return answers[0]
             is_new, status = child.is_new, self._end()
             if status == -signal.SIGPROF:
-                return FAILED, TOO_SLOW, f"decoding it takes more than {self._limits.cpu_seconds:g} s of the processor"
+                return (
+                    FAILED,
+                    "too_slow",
+                    f"decoding it takes more than {self._limits.cpu_seconds:g} s of the processor",
+                )
             if not is_new:
                 continue
             if status == _OUT_OF_MEMORY:
-                return FAILED, TOO_MUCH_MEMORY, f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
+                return FAILED, "too_much_memory", f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
             if -status in _CRASHES:
                 return FAILED, "undecodable", f"its decoder ended with {signal.Signals(-status).name}"
             raise OSError(f"the process that decodes files ended with status {status}; is memory short?")

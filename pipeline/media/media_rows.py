@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
 
 from declutr.common.errors import missing_extra
 from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Decoder, Limits
@@ -11,7 +12,6 @@ from declutr.pipeline.readers.corpus import (
     Blob,
     BlobRules,
     Document,
-    ReadFailure,
     Record,
     Records,
     Rejected,
@@ -40,13 +40,15 @@ NO_LABEL = "no_label"
 MAX_CHARACTERS = 255  # longest label
 
 
-def label_of(blob: Blob, rule: LabelRule) -> str | ReadFailure:
-    """The label of an image or clip, "" without labels; its failure if it has none, or a very long one.
+def labelled(blob: Record, rule: LabelRule) -> Record:
+    """An image or clip with its label, "" without labels; its failure if it has none, or a very long one.
 
-    A label stored with it comes before the rule.
+    A label stored with it comes before the rule. Other records stay.
     """
+    if not isinstance(blob, Blob):
+        return blob
     if rule is None:
-        return ""
+        return replace(blob, label="")
     label = blob.label if blob.label is not None else _from_path(blob.source, rule)
     if not label:
         places = {FOLDER: "is in no folder", PARENT_FOLDER: "has no folder above its folder"}
@@ -56,7 +58,7 @@ def label_of(blob: Blob, rule: LabelRule) -> str | ReadFailure:
     if len(label) > MAX_CHARACTERS:
         message = f"a label of {len(label)} characters, at most {MAX_CHARACTERS} are possible"
         return failed("bad_label", blob.source, blob.offset, message)
-    return label
+    return replace(blob, label=label)
 
 
 _MEMBER = re.compile(r"\.(?:tar|tgz|txz|gz|xz|zstd?|bz2)!", re.IGNORECASE)  # the names of others may have a "!", too
@@ -117,13 +119,16 @@ def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS)
     """
     with Decoder(content, limits) as decoder:
         sent: list[Record] = []
-        for batch in batches(records, _size, _BATCH_BYTES, _BATCH_FILES):
-            labelled = [_labelled(record, content) for record in batch]
-            rows = _rows(sent, decoder.answers())
-            decoder.send([record.data for record in labelled if isinstance(record, Blob)])
-            sent = labelled
+        pieces = batches(
+            records, lambda record: len(record.data) if isinstance(record, Blob) else 0, _BATCH_BYTES, _BATCH_FILES
+        )
+        for batch in chain(pieces, [list[Record]()]):  # the empty batch ends the last one
+            waiting = [labelled(record, content.label) for record in batch]
+            answers = iter(decoder.answers())
+            rows = [_row(record, next(answers)) if isinstance(record, Blob) else record for record in sent]
+            decoder.send([record.data for record in waiting if isinstance(record, Blob)])
+            sent = waiting
             yield from rows
-        yield from _rows(sent, decoder.answers())
 
 
 def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> Records:
@@ -143,30 +148,10 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
             yield failed(answer[1], record.source, 0, answer[2])
 
 
-def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
-    """The records with the answers for their images or clips."""
-    remaining = iter(answers)
-    return [_row(record, next(remaining)) if isinstance(record, Blob) else record for record in records]
-
-
-def _size(record: Record) -> int:
-    return len(record.data) if isinstance(record, Blob) else 0
-
-
-def _labelled(record: Record, content: MediaContent) -> Record:
-    """The record with its label; its failure if it has none."""
-    if not isinstance(record, Blob):
-        return record
-    label = label_of(record, content.label)
-    return replace(record, label=label) if isinstance(label, str) else label
-
-
 def _row(blob: Blob, answer: Answer) -> Record:
     """The row of an image or clip, or the reason why it forms none."""
     if isinstance(answer, Decoded):
-        media = answer.media
-        if blob.label:
-            media = replace(media, label=blob.label)
+        media = replace(answer.media, label=blob.label or "")
         return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
     assert not isinstance(answer, str)
     kind, reason, message = answer

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from declutr.common.stores.address import is_remote
-from declutr.pipeline.readers.archives import Member, is_tar, members
+from declutr.pipeline.readers.archives import Member, is_tar, members, read_wet
 from declutr.pipeline.readers.blobs import read_blob, read_label, read_other, with_labels
 from declutr.pipeline.readers.corpus import (
     END,
@@ -50,7 +50,6 @@ from declutr.pipeline.readers.tables import (
     read_forward_parquet,
     read_parquet,
 )
-from declutr.pipeline.readers.wet import read_wet
 
 MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compressed; OpenWebText has two levels
 _IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv", "document")

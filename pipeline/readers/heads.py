@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 from typing import Any
 
-from declutr.pipeline.readers.blobs import blob_format, document_kind
+from declutr.pipeline.readers.blobs import LABEL_SUFFIX, document_kind
 from declutr.pipeline.readers.corpus import JSON_SUFFIX, SUFFIXES, Format, Rules, bare_suffix
 from declutr.pipeline.readers.lines import encoding_of
 from declutr.pipeline.readers.streams import BLOCK_BYTES, ByteStream
@@ -45,12 +45,14 @@ class Head:
 
     def format(self, rules: Rules, *, inside: bool) -> Format | None:
         """The format of content that is not an archive; `inside` one, a .txt is a text."""
+        is_parquet = self.data.startswith(_PARQUET)
         if rules.blobs:
-            kind = blob_format(self.data, self.name, rules.blobs)
-            return kind if inside or kind in ("blob", "parquet") else None
+            if is_parquet or self.suffix in rules.blobs.suffixes:
+                return "parquet" if is_parquet else "blob"
+            return None if not inside else "label" if self.suffix == LABEL_SUFFIX else "other"
         if rules.format:
             return rules.format
-        if self.data.startswith(_PARQUET):
+        if is_parquet:
             return "parquet"
         if self.data.startswith(ARROW_FILE):
             return "arrow"

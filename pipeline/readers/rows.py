@@ -26,11 +26,10 @@ from declutr.pipeline.readers.corpus import (
     joined,
     missing,
 )
-from declutr.pipeline.readers.lines import decode, documents, explained_object, json_lines, nul_bytes
+from declutr.pipeline.readers.lines import decode, documents, explained_object, json_decoder, json_lines, nul_bytes
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
-NO_COLUMN = "no_column"
 _DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
 _MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
 _FIELD_ROWS = 32
@@ -204,9 +203,7 @@ def missing_key(keys: Keys, columns: Any) -> str:
 def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_lines) -> Records:
     """The values of one JSON object a line (or value)."""
     rows, source = FieldRows(body.rules), body.source
-    fields: list[Any] = [(f"value{number}", Any, msgspec.UNSET) for number in range(len(rows.names))]
-    renamed = {f"value{number}": name for number, name in enumerate(rows.names)}
-    parse = msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=renamed)).decode
+    parse = json_decoder(rows.names, Any, msgspec.UNSET).decode
     for line in lines(body):
         if isinstance(line, ReadFailure):
             yield line
@@ -230,7 +227,7 @@ def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_line
 class BlobRows:
     """Rows with the bytes of an image or a clip, and its label if there is a label column."""
 
-    no_column = NO_COLUMN
+    no_column = "no_column"
 
     def __init__(self, rules: Rules) -> None:
         blobs = rules.blobs

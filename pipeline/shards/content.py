@@ -184,11 +184,6 @@ def size_noun(kind: ContentKind) -> str:
     return {"images": "pixels", "audio": "frames"}.get(kind, "tokens")
 
 
-def bytes_noun(kind: ContentKind) -> str:
-    """Noun for what `text_bytes` counts in messages."""
-    return "files" if kind in MEDIA_KINDS else "text"
-
-
 def keys_of(content: "AnyContent") -> dict[str, str]:
     """Keys of the values that a row of the input has, by setting; none if it has one text."""
     names: dict[str, tuple[str, ...]] = {

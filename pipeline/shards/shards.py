@@ -213,16 +213,15 @@ class _OpenShard:
             self._safe.add(number)
         return batch
 
-    def problem(self, index: ManifestIndex) -> str | None:
-        """An error message for the first unsound document; None if all are sound."""
+    def check(self, index: ManifestIndex) -> None:
+        """Checks all documents.
+
+        Raises:
+            ShardError: one is unsound.
+        """
         for number, start in enumerate(self._starts[:-1]):
-            try:
-                unsound = index.problem(self._batch(number))
-            except ShardError as error:
-                return str(error)
-            if unsound:
-                return _unsound(self._path, int(start) + unsound[0], unsound[1])
-        return None
+            if unsound := index.problem(self._batch(number)):
+                raise ShardError(_unsound(self._path, int(start) + unsound[0], unsound[1]))
 
 
 def check_shards(folder: Path, full: bool = False) -> list[str]:
@@ -244,13 +243,12 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
         if not shard_problems:
             try:
                 opened = _OpenShard(folder, shard, index.kind)
-            except ShardError as error:
-                shard_problems = [str(error)]
-            else:
                 # A file that is newer than the manifest was changed in place.
                 if full or (folder / shard.name).stat().st_mtime_ns > written:
-                    problem = opened.problem(index)
-                    shard_problems = _hash_problems(folder, shard) + ([problem] if problem else [])
+                    shard_problems = _hash_problems(folder, shard)
+                    opened.check(index)
+            except ShardError as error:
+                shard_problems.append(str(error))
         problems += shard_problems
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])

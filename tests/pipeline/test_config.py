@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity, output_place_problems
-from declutr.pipeline.job.shared import sample_texts
+from declutr.pipeline.job.output import sample_texts
 from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
 

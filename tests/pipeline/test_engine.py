@@ -16,9 +16,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from vocabularies import SPECIALS, wordpiece_backend
 
 from declutr.common.errors import ConfigError
-from declutr.pipeline.tokenizer import engine, fast_engines
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
+from declutr.pipeline.tokenizer import batch_tokenizer, fast_engines
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, choose_engine, difficult_texts, disagreement
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -94,7 +93,7 @@ def test_a_tokenizer_that_a_faster_engine_cannot_be_is_left_to_tokenizers(folder
     parsed = json.loads((folder / "tokenizer.json").read_text() if name == "tiktoken" else build(**KINDS[0]).to_str())
     change(parsed)
     (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
-    assert choose_engine(tmp_path, "auto").engine == "tokenizers"
+    assert choose_engine(tmp_path, "auto")[0] == "tokenizers"
     with pytest.raises(ConfigError, match=all_of(f"tokenizer.engine = '{name}'", "auto", reason)):
         choose_engine(tmp_path, name)
 
@@ -102,24 +101,24 @@ def test_a_tokenizer_that_a_faster_engine_cannot_be_is_left_to_tokenizers(folder
 def test_each_faster_engine_is_chosen_for_its_own_kind_alone(folder, tmp_path):
     build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
     for name, place in (("tiktoken", folder), ("wordpiece", tmp_path)):
-        assert choose_engine(place, "auto", ["some text " * 100]).engine == name
-        assert [choose_engine(place, chosen).engine for chosen in (name, "tokenizers")] == [name, "tokenizers"]
+        assert choose_engine(place, "auto", ["some text " * 100])[0] == name
+        assert [choose_engine(place, chosen)[0] for chosen in (name, "tokenizers")] == [name, "tokenizers"]
     with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'tiktoken'", "WordPiece")):
         choose_engine(tmp_path, "tiktoken")
 
 
 def test_the_installed_tables_of_unicode_agree_and_another_is_seen(folder, monkeypatch):
-    assert engine.disagreement_of_patterns() is None
+    assert batch_tokenizer.disagreement_of_patterns() is None
     for name in ("_SINGLE_SPACES", "_ANY_SPACES"):
         monkeypatch.setattr(fast_engines, name, getattr(fast_engines, name).replace(r"\p{N}", r"\p{Nd}"))
-    monkeypatch.setattr(engine, "_AGREEING", set())
-    engine.disagreement_of_patterns.cache_clear()
+    monkeypatch.setattr(batch_tokenizer, "_AGREEING", set())
+    batch_tokenizer.disagreement_of_patterns.cache_clear()
     try:
-        choice = choose_engine(folder, "auto")
+        engine, reason = choose_engine(folder, "auto")
     finally:
-        engine.disagreement_of_patterns.cache_clear()
-    assert choice.engine == "tokenizers"
-    assert "U+00B2" in choice.reason
+        batch_tokenizer.disagreement_of_patterns.cache_clear()
+    assert engine == "tokenizers"
+    assert "U+00B2" in reason
 
 
 def test_a_sample_that_differs_decides(folder, monkeypatch):
@@ -132,9 +131,9 @@ def test_a_sample_that_differs_decides(folder, monkeypatch):
 
     last = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"][-1]
     monkeypatch.setattr(fast_engines.ByteLevelBPE, "__init__", faulty)
-    choice = choose_engine(folder, "auto", ["".join(last).replace("Ġ", " ")])
-    assert choice.engine == "tokenizers"
-    says(choice.reason, "ids differ")
+    engine, reason = choose_engine(folder, "auto", ["".join(last).replace("Ġ", " ")])
+    assert engine == "tokenizers"
+    says(reason, "ids differ")
 
 
 def test_other_kinds_of_tokenizer_stay_with_tokenizers(tmp_path):
@@ -142,10 +141,10 @@ def test_other_kinds_of_tokenizer_stay_with_tokenizers(tmp_path):
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([AddedToken("[UNK]", special=True)])
     backend.save(str(tmp_path / "tokenizer.json"))
-    choice = choose_engine(tmp_path, "auto", ["b a"])
-    assert choice.engine == "tokenizers"
-    assert "WordLevel" in choice.reason
-    assert BatchTokenizer.load(tmp_path, choice.engine).encode(["b a", ""])[0].tolist() == [2, 1]
+    engine, reason = choose_engine(tmp_path, "auto", ["b a"])
+    assert engine == "tokenizers"
+    assert "WordLevel" in reason
+    assert BatchTokenizer.load(tmp_path, engine).encode(["b a", ""])[0].tolist() == [2, 1]
 
 
 @pytest.mark.slow
@@ -265,9 +264,9 @@ def test_a_sample_that_differs_decides_on_wordpiece(tmp_path, monkeypatch):
     missing = fast_engines._Pieces.__missing__
     monkeypatch.setattr(fast_engines._Pieces, "__missing__", lambda self, p: missing(self, p) * (1 + (p == "qqzz")))
     build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
-    choice = choose_engine(tmp_path, "auto", ["all equal", "a qqzz"])
-    assert choice.engine == "tokenizers"
-    says(choice.reason, "ids differ")
+    engine, reason = choose_engine(tmp_path, "auto", ["all equal", "a qqzz"])
+    assert engine == "tokenizers"
+    says(reason, "ids differ")
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
@@ -280,7 +279,7 @@ def test_real_vocabularies_give_their_known_ids(tmp_path, name, engine_name, pre
     tokenizer.save_pretrained(str(tmp_path))
     assert fingerprint(load_tokenizer(str(tmp_path))) == fingerprint(tokenizer)
     assert tokenizer(prefix + "Hello world", add_special_tokens=False)["input_ids"] == ids
-    assert choose_engine(tmp_path, "auto", ["Hello world"]).engine == engine_name
+    assert choose_engine(tmp_path, "auto", ["Hello world"])[0] == engine_name
     reference, fast = BatchTokenizer.load(tmp_path), BatchTokenizer.load(tmp_path, engine_name)
     assert [encoder.encode(["Hello world"])[0].tolist() for encoder in (reference, fast)] == [ids, ids]
     assert disagreement(reference, fast, [*difficult_texts(reference._backend), *HOSTILE]) is None

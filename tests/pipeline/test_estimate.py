@@ -43,7 +43,7 @@ def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, mo
     estimate, truth = plan_ahead(config), 10_000 + 253 + 3 + 7 * 150
     assert estimate.documents == pytest.approx(truth, rel=0.15)
     assert estimate.kept == pytest.approx(256, rel=0.15)
-    assert any("documents   about " in line for line in estimate.lines())
+    assert any("documents   about " in line for line in estimate.lines)
 
 
 def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
@@ -74,7 +74,7 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
 def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice, reasons):
     (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
     estimate = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64}))
-    lines = estimate.lines()
+    lines = estimate.lines
     assert not any("about" in line for line in lines[:2]), "the corpus was read whole"
     assert any(" s on " in line for line in lines)
     assert not any(line.startswith("  measured") for line in lines), "no CPUs were asked for"

@@ -20,7 +20,7 @@ from serving import Handler, serving
 from declutr.common.stores.address import files_below, filesystem
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
-from declutr.pipeline.media.media_rows import label_of
+from declutr.pipeline.media.media_rows import labelled
 from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure, bare_suffix
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.streams import CHUNK_BYTES, open_input, stream_of
@@ -259,7 +259,7 @@ def test_suffix_of_a_member_is_its_own(name, suffix):
     [("Godspeed You! Black Emperor/a.wav", "Godspeed You! Black Emperor"), ("x/pets.tar!dog/hey!.wav", "dog")],
 )
 def test_label_of_a_folder_may_hold_an_exclamation_mark(source, label):
-    assert label_of(Blob("", source, 0, b"", None), "folder") == label
+    assert labelled(Blob("", source, 0, b"", None), "folder").label == label
 
 
 @pytest.mark.parametrize(

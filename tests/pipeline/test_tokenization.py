@@ -13,8 +13,7 @@ from vocabularies import MASK, unigram, wordpiece
 from declutr.common.errors import ConfigError
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.tokenizer import batch_tokenizer
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, choose_engine, difficult_texts
 from declutr.pipeline.tokenizer.tokenization import (
     _cut_runs,
     describe_tokenizer,
@@ -58,7 +57,7 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder(folder):
     """The tokenizer as `prepare` applies it."""
-    return BatchTokenizer.load(folder, choose_engine(folder, "auto", TEXTS.values()).engine)
+    return BatchTokenizer.load(folder, choose_engine(folder, "auto", TEXTS.values())[0])
 
 
 def test_ids_are_those_of_the_saved_tokenizer_and_no_script_is_unknown_or_much_longer_than_its_letters(folder, encoder):
