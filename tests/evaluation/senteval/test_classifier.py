@@ -19,10 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {
     "adam": ClassifierConfig(max_epoch=7, batch_size=16, tenacity=0, learning_rate=0.1, epoch_size=1),
     "rmsprop": ClassifierConfig(optimizer="rmsprop", max_epoch=12, epoch_size=2, tenacity=0, batch_size=16),
-    "hidden": ClassifierConfig(num_hidden=7, max_epoch=9, batch_size=16, tenacity=0, learning_rate=0.05, epoch_size=1),
-    "dropout": ClassifierConfig(
-        num_hidden=9, dropout=0.3, max_epoch=5, batch_size=16, tenacity=0, learning_rate=0.1, epoch_size=1
-    ),
 }
 DECAYS = (1e-5, 1e-2, 0.1)
 
@@ -71,7 +67,7 @@ def test_sets_that_do_not_fit_in_memory_together_are_the_same(data):
     wide = np.tile(features, 125)
     sets = [TrainingSet(s.train[:33], s.dev) for s in some_sets(13, np.random.RandomState(2))]
     held = examples(table(wide), labels)
-    config = ClassifierConfig(max_epoch=2, epoch_size=2, num_hidden=3, dropout=0.5)
+    config = ClassifierConfig(max_epoch=2, epoch_size=2)
     together = fit_many(held, held, sets, DECAYS[:1], config, 3)
     for place, one in enumerate(sets):
         alone = fit_many(held, held, [one], DECAYS[:1], config, 3)
@@ -95,7 +91,7 @@ def test_global_generators_are_neither_read_nor_moved(data):
     features, labels = data
     held = examples(table(features), labels)
     before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()  # noqa: NPY002
-    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["dropout"], 3)
+    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["adam"], 3)
     stratified_folds([0, 1] * 10, 2)
     hold_out(np.arange(40), 1)
     next(orders(1, 0, 9))
@@ -125,7 +121,6 @@ def test_presets_are_the_published_ones():
     assert (official.rate, quick.rate, official.max_epoch) == (1e-3, 1e-2, 200)
     snli = official.for_snli()
     assert (snli.decays, snli.max_epoch, snli.epoch_size) == ((1e-9,), 15, 1)
-    assert ClassifierConfig(num_hidden=50).for_word_content().num_hidden == 0
 
 
 @pytest.mark.parametrize(

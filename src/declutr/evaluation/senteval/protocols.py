@@ -25,7 +25,14 @@ from torch import Tensor
 
 from declutr.evaluation.senteval.classifier import Examples, fit_many
 from declutr.evaluation.senteval.features import Table, TrainingSet, hold_out, orders, stratified_folds
-from declutr.evaluation.senteval.network import DEFAULT_RATES, ClassifierConfig, Network, Updates, linear_start
+from declutr.evaluation.senteval.network import (
+    DEFAULT_RATES,
+    ClassifierConfig,
+    Network,
+    Updates,
+    linear_start,
+    write_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,7 @@ def predict(network: Network, features: Table) -> NDArray[np.float64]:
     buffer = features.buffer(min(len(features), _SCORING_ROWS))
     places = torch.arange(len(features))
     parts = [
-        torch.softmax(network.forward(features.take(part[None], buffer)).logits, 2)[0, 0]
+        torch.softmax(network.forward(features.take(part[None], buffer)), 2)[0, 0]
         for part in places.split(_SCORING_ROWS)
     ]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
@@ -233,12 +240,12 @@ def _pass(features: Table, target: Tensor, order: Tensor, network: Network, upda
     buffer = features.buffer(_BATCH)
     gradients = [torch.empty_like(p) for p in network.parameters]
     targets = target[order].mT  # (bins, N): rows come last, as in the network
-    for start, rows in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
-        done = network.forward(features.take(rows[None], buffer))
-        shares = torch.softmax(done.logits, 2)
+    for start, places in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
+        rows = features.take(places[None], buffer)
+        shares = torch.softmax(network.forward(rows), 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
-        outer = (shares - targets[:, start : start + len(rows)]).mul_(2 / (len(rows) * NUM_BINS)).mul_(shares)
-        network.backward(done, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
+        outer = (shares - targets[:, start : start + len(places)]).mul_(2 / (len(places) * NUM_BINS)).mul_(shares)
+        write_gradients(rows, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
         updates.step(network.parameters, gradients)
 
 

@@ -270,12 +270,13 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
     """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
-    The exceptions from the classifier settings for SNLI and WordContent are applied here.
+    The exceptions from the classifier settings for SNLI are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
     """
-    task, rows, config = data.task, sentence_rows([data]), _config_of(data.task, config)
+    task, rows = data.task, sentence_rows([data])
+    config = config.for_snli() if task.name == "SNLI" else config
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
@@ -315,10 +316,3 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     scores = {"devacc": outcome.dev_accuracy, "acc": outcome.accuracy}
     items = {"acc": item_errors(outcome.right.astype(np.float64), scale=100)}
     return Scored(scores if outcome.f1 is None else {**scores, "f1": outcome.f1}, items=items)
-
-
-def _config_of(task: SentEvalTask, config: ClassifierConfig) -> ClassifierConfig:
-    """The classifier's settings for a task: SentEval has exceptions for two."""
-    if task.name == "SNLI":
-        return config.for_snli()
-    return config.for_word_content() if task.name == "WordContent" else config
