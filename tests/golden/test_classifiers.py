@@ -76,6 +76,6 @@ def test_recalls_are_the_recorded_ones(cases):
     case, arrays = cases["retrieval"]
     images, captions = (torch.nn.functional.normalize(torch.from_numpy(arrays[name])) for name in ("X_img", "X_cap"))
     found = recalls(images[::5], captions)  # recorded with an image for each of its five captions
-    assert list(found.to_text) == case["expected"]["i2t"]
-    assert list(found.to_image) == case["expected"]["t2i"]
+    assert list(found.to_text) == case["expected"]["i2t"][:3]  # without the median rank
+    assert list(found.to_image) == case["expected"]["t2i"][:3]
     assert found.total / 6 == pytest.approx(case["expected"]["six_recall_mean"])

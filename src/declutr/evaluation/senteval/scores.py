@@ -30,7 +30,7 @@ from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
 from declutr.evaluation.senteval.features import Table, pair_table, table
 from declutr.evaluation.senteval.network import ClassifierConfig
-from declutr.evaluation.senteval.retrieval import Gallery, RetrievalConfig, retrieval
+from declutr.evaluation.senteval.retrieval import Gallery, retrieval
 from declutr.evaluation.senteval.similarity import pair_errors, score_geometry, score_sts
 from declutr.evaluation.senteval.tasks import (
     DOWNSTREAM,
@@ -303,8 +303,8 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
         images = [Gallery(table(data.features[name]).first, features(part).first) for name, part in splits]
-        trained = retrieval(images[0], images[1], images[2], RetrievalConfig(seed=config.seed))
-        recalls = (*trained.test.to_text[:3], *trained.test.to_image[:3])
+        trained = retrieval(*images, config.seed)
+        recalls = (*trained.test.to_text, *trained.test.to_image)
         return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": trained.dev_total})
     fits: dict[str, Callable[..., protocols.ProtocolScores]] = {
         "inner_kfold": protocols.inner_kfold,
