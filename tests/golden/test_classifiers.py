@@ -7,7 +7,7 @@ from threads import one_thread
 
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
-from declutr.evaluation.senteval.features import pair_table, table
+from declutr.evaluation.senteval.features import table
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
 from declutr.evaluation.senteval.retrieval import recalls
@@ -57,7 +57,7 @@ def test_accuracies_are_the_recorded_ones(cases, name, preset):
 def test_relatedness_is_the_recorded_one(cases):
     case, arrays = cases["relatedness"]
     parts = [
-        Pairs(pair_table(arrays["X_A"][start:end], arrays["X_B"][start:end]), arrays["y_score"][start:end])
+        Pairs(table(arrays["X_A"][start:end], arrays["X_B"][start:end]), arrays["y_score"][start:end])
         for start, end in case["split"]
     ]
     scores, expected = relatedness(*parts), case["expected"]

@@ -79,37 +79,13 @@ class BlockBuffer:
         return self._features.take(rows, self._flat)
 
 
-def table(embeddings: ArrayLike) -> Table:
-    """Table of single sentences: `(N, size)` embeddings as they are.
-
-    Raises:
-        ValueError: not a matrix, or a value that is not finite.
-    """
-    return Table(_matrix(embeddings))
-
-
-def pair_table(first: ArrayLike, second: ArrayLike, keep_both: bool = False) -> Table:
-    """Table of sentence pairs: [|a-b|, a*b], or [a, b, a*b, |a-b|] with `keep_both`.
-
-    Raises:
-        ValueError: not two matrices of one shape, or a value that is not finite.
-    """
-    a, b = _matrix(first), _matrix(second)
-    if a.shape != b.shape:
-        raise ValueError(f"embeddings of pairs must have one shape, found {tuple(a.shape)} and {tuple(b.shape)}")
-    return Table(a, b, keep_both)
-
-
-def _matrix(embeddings: ArrayLike) -> Tensor:
-    array = np.ascontiguousarray(embeddings, np.float32)
-    if array.ndim != 2:
-        raise ValueError(f"embeddings must be (rows, size), found shape {array.shape}")
-    if not np.isfinite(array).all():
-        bad = int((~np.isfinite(array)).any(axis=1).sum())
-        raise ValueError(f"{bad} of {len(array)} embeddings have values that are not finite")
-    if not array.flags.writeable:
-        array = array.copy()  # torch warns about memory that is not writable
-    return torch.from_numpy(array)
+def table(first: ArrayLike, second: ArrayLike | None = None, keep_both: bool = False) -> Table:
+    """Table of `(N, size)` embeddings, or of pairs: [|a-b|, a*b], or [a, b, a*b, |a-b|] with `keep_both`."""
+    # copies what is not writable, of which torch warns
+    sides = [
+        torch.from_numpy(np.require(side, np.float32, ["C", "W", "E"])) for side in (first, second) if side is not None
+    ]
+    return Table(sides[0], sides[1] if len(sides) > 1 else None, keep_both)
 
 
 Rows = NDArray[np.int64]

@@ -28,7 +28,7 @@ from declutr.common.bootstrap import item_errors
 from declutr.common.errors import DataError
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
-from declutr.evaluation.senteval.features import Table, pair_table, table
+from declutr.evaluation.senteval.features import Table, table
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.retrieval import Gallery, retrieval
 from declutr.evaluation.senteval.similarity import pair_errors, score_geometry, score_sts
@@ -290,8 +290,8 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         return Scored(scores, result.warnings, {"spearman": result.items["test"]})
 
     def features(split: Split) -> Table:
-        first, *others = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
-        return pair_table(first, others[0], task.features == "pair_product_difference") if others else table(first)
+        sides = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
+        return table(*sides, keep_both=task.features == "pair_product_difference")
 
     splits = data.splits.items()  # train, dev and test, or those of the three that the procedure has
     if task.procedure == "relatedness":
