@@ -128,7 +128,7 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
-    from declutr.embedding.search import Searcher
+    from declutr.embedding.index import Searcher
 
     searcher = Searcher(options.index, model=options.model, weight=options.weight,
                         trust_remote_code=options.trust_remote_code)  # fmt: skip

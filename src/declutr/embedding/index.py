@@ -8,8 +8,10 @@ Everything that is read may come from someone else: it is mapped or parsed as da
 """
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.errors import UsageError
+from declutr.common.paths import expand
 from declutr.common.storage import hash_file
 from declutr.embedding.note import mapped
 from declutr.embedding.postings import StoredWords, wrong_file
@@ -236,29 +239,6 @@ class SearchIndex:
         self._words = StoredWords(folder, self.facts.rows, hybrid.kind) if hybrid else None
         self.weight = hybrid.weight if hybrid else 0.0
 
-    def weigh(self, weight: float) -> None:
-        """Replace the weight of the words.
-
-        Raises:
-            UsageError: the index has no words.
-        """
-        if self._words is None:
-            raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
-        self.weight = weight
-
-    def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
-        """Find the best texts, best first.
-
-        Raises:
-            UsageError: the encoder did not make the index, or index or query are empty, or no word is known.
-        """
-        self.check(encoder)
-        if not query.strip():
-            raise UsageError("the query is empty; give at least one word")
-        if not self.facts.rows:
-            raise UsageError(NO_TEXT)
-        return self.hits(self.embed(encoder, query), top, query)
-
     def check(self, encoder: SentenceEncoder) -> None:
         """Check that an encoder made this index.
 
@@ -344,3 +324,62 @@ def _checked_facts(folder: Path) -> IndexFacts:
         if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
             raise UsageError(f"{folder}: {name} is missing or altered; build the index again")
     return facts
+
+
+class Searcher:
+    """An open index, for a service: its threads may share it, and it answers them one after the other.
+
+    Args:
+        index: folder of `declutr index`.
+        model: the encoder, if it has moved since; None: the one that the index names, and the hub is not asked for it.
+        weight: of the words of a hybrid index; None: the index's.
+        trust_remote_code: run Python code that comes with the encoder.
+
+    Raises:
+        UsageError: the folder holds no index, one that is altered, or one of another encoder.
+        EncoderError: the encoder cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        index: str | PathLike[str],
+        *,
+        model: str | None = None,
+        weight: float | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self._index = SearchIndex(expand(str(index)))
+        if weight is not None:
+            if self._index.facts.hybrid is None:
+                raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
+            self._index.weight = weight
+        from declutr.encoders.loading import encoder_of_index  # loads torch, which no problem of the index waits for
+
+        self._encoder = encoder_of_index(self._index.facts.choice, model, trust_remote_code=trust_remote_code)
+        self._index.check(self._encoder)
+        self._lock = threading.Lock()
+
+    @property
+    def weight(self) -> float:
+        """Weight of the words; 0 without words."""
+        return self._index.weight
+
+    def search(self, query: str, top: int = 10) -> list[Hit]:
+        """The best `top` texts for a query, best first; of an index of passages the best passage of each text.
+
+        Raises:
+            UsageError: the index or the query is empty, no word of it is known, or `top` is below 1.
+        """
+        if top < 1:
+            raise UsageError(f"top = {top}: must be at least 1")
+        if not query.strip():
+            raise UsageError("the query is empty; give at least one word")
+        if not self._index.facts.rows:
+            raise UsageError(NO_TEXT)
+        with self._lock:  # the encoder sets the number of torch's threads, which all threads share
+            return self._index.hits(self._index.embed(self._encoder, query), top, query)
+
+
+def search(index: str | PathLike[str], query: str, top: int = 10, **settings: Any) -> list[Hit]:
+    """Search an index once; `Searcher` opens it for many queries, and has the settings and errors."""
+    return Searcher(index, **settings).search(query, top)
