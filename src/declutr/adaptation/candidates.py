@@ -106,14 +106,8 @@ class CandidateBuilder:
         """Loads a candidate that exists."""
         return load_transformer(self.place(name), self.config.trust_remote_code)
 
-    def keep_closed(self, start: TransformerEncoder, sums: "WithinSums") -> None:
-        """Writes the closed form of these sums unless it exists."""
-        if not self.place(CLOSED).is_dir():
-            with atomic_folder(self.place(CLOSED)) as aside:
-                write_whitened(start, sums, aside)
-
-    def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
-        """Makes a candidate unless it exists."""
+    def make(self, name: str, start: TransformerEncoder, steps: int, sums: "WithinSums | None" = None) -> None:
+        """Makes a candidate unless it exists; the closed form by `sums`, else by those of the training documents."""
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
@@ -126,7 +120,7 @@ class CandidateBuilder:
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
-                write_whitened(origin, within_sums(origin, self.data), aside)
+                write_whitened(origin, sums or within_sums(origin, self.data), aside)
             elif name == TRAINED:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
             else:

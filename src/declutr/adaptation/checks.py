@@ -99,25 +99,24 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
     raise ConfigError("adapt", [as_options(problem) for problem in problems if problem])
 
 
-def _encoder_problems(config: AdaptConfig) -> Iterator[str]:
-    """The reason why the name of the encoder can be none."""
-    place = expand(config.encoder)
-    problem = missing(config.encoder) or no_encoder(place)
-    if place.is_file():
-        problem = f"{place} is a file, not the folder of an encoder"
-    others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
-    if problem and others:
-        problem = f"{problem}. {others[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
-    if problem:
-        yield problem
-
-
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
-    """The reasons why the output cannot be there: the folder has other files, or its files would be documents."""
-    if output.is_dir() and not (output / STATE).is_file():
-        others = sorted({path.name for path in output.iterdir() if not path.name.startswith(".")} - _OWN)
+    """The reasons why encoder, corpus or output cannot be there, as the output's files would be documents."""
+    place = expand(config.encoder)
+    encoder_problem = missing(config.encoder) or no_encoder(place)
+    if place.is_file():
+        encoder_problem = f"{place} is a file, not the folder of an encoder"
+    if encoder_problem:
+        others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
         if others:
+            encoder_problem += f". {others[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
+        yield encoder_problem
+    if problem := folder_problem(output):
+        yield f"--output {output}: {problem}"
+    if output.is_dir() and not (output / STATE).is_file():
+        if others := sorted({path.name for path in output.iterdir() if not path.name.startswith(".")} - _OWN):
             yield f"--output {output}: holds {excerpt(others)}, not an adaptation; name a new folder"
+        if (output / ENCODER).exists():
+            yield f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder"
     for path in (Path(path).resolve() for path in config.corpus if "://" not in path):
         if not path.exists() and not glob.has_magic(str(path)):
             yield f"CORPUS: {path}: no such file or folder"
@@ -131,11 +130,7 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Retrieval
     Raises:
         UsageError: all problems of encoder, corpus and files that can be found before any work.
     """
-    problems, pairs = [*_encoder_problems(config), *_place_problems(config, output)], None
-    if problem := folder_problem(output):
-        problems.append(f"--output {output}: {problem}")
-    if (output / ENCODER).exists() and not (output / STATE).is_file():
-        problems.append(f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder")
+    problems, pairs = [*_place_problems(config, output)], None
     if not problems:  # the corpus is read with the encoder's tokenizer
         from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
 

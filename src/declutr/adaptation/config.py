@@ -142,10 +142,6 @@ class State(Strict):
         """Time left of `--minutes`."""
         return max(0.0, 60 * self.config.minutes - self.seconds_used)
 
-    def decide_steps(self, steps: int) -> None:
-        """Keeps the number of steps for later starts; 0 is decided again, because there may be more minutes then."""
-        self.write(steps=steps or None)  # of no steps nothing is kept, as more minutes may come
-
     def check(self, start: str) -> None:
         """Compares the fingerprint of the start with that of earlier starts of the command.
 
@@ -157,11 +153,6 @@ class State(Strict):
                 f"--output {self._path.parent}: the encoder has changed since this adaptation began; name another "
                 "folder"
             )
-
-    def begin(self, start: str) -> None:
-        """Keeps the fingerprint of the start, when the corpus is prepared: from then on the settings stay."""
-        self.check(start)
-        self.write(start=start)
 
     def look(self, what: str) -> int:
         """Counts a look at the test documents, and returns the number of looks. The same look again counts once."""

@@ -131,7 +131,7 @@ class _Adaptation:
             check_lengths(prepared, self.start.tokenizer)
         with own_words():
             manifest = prepare(prepared)
-        self.state.begin(self.start.fingerprint)  # until here another corpus may be named
+        self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
@@ -193,14 +193,14 @@ class _Adaptation:
         if self.config.steps == 0:
             return 0
         if decided := self.config.steps or self.state.steps:
-            self.state.decide_steps(decided)  # once, as a run in the folder refuses other steps
+            self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
         timed_ids = test.passages.ids[:_TIMED_PASSAGES]
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
         steps = steps_within(self.state.seconds_left, rate, documents)
-        self.state.decide_steps(steps)
+        self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             get_logger().warning(
                 "--minutes %g: too few for a training on this machine; only the closed form is tried",
@@ -242,7 +242,7 @@ class _Adaptation:
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         # The fit whose five parts were judged, with the documents that each part left out.
-        self.builder.keep_closed(self.start, sums)
+        self.builder.make(CLOSED, self.start, 0, sums)
         verdict = judge(start, values, DISTANT, seed)
         return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [], _FITS)
 
