@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple
 from declutr.common.config import Strict
 from declutr.common.storage import write_json, write_text
 from declutr.evaluation.senteval.harness import Evaluated
-from declutr.evaluation.senteval.scores import RECALLS, Average, Protocol, averages, headline
+from declutr.evaluation.senteval.retrieval import RECALLS
+from declutr.evaluation.senteval.scores import Average, Protocol, averages, headline
 from declutr.evaluation.senteval.tasks import DOWNSTREAM, LANGUAGES, MARKS, PROBING, STS, STSB_MULTI, TRANSFER, find
 
 Scores = Mapping[str, float]

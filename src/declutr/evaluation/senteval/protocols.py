@@ -14,7 +14,7 @@ the predicted means on the dev set decides which state is kept. The fourth miss 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,24 +34,15 @@ from declutr.evaluation.senteval.network import (
     write_gradients,
 )
 
+Outcome = tuple[dict[str, float], NDArray[np.bool_]]
+"""Scores in percent, and `(N,)` true for test rows that were classified right, fold after fold.
 
-@dataclass(frozen=True)
-class ProtocolScores:
-    """Scores of a protocol, in percent."""
-
-    dev_accuracy: float
-    """Mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set."""
-    accuracy: float
-    """Accuracy on the test rows; over folds the mean."""
-    f1: float | None
-    """F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None."""
-    fold_accuracies: tuple[float, ...]
-    """Accuracies of the outer folds, or the one accuracy."""
-    right: NDArray[np.bool_] = field(compare=False, repr=False)
-    """(N,) true for test rows that were classified right, fold after fold."""
+devacc: mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set. acc: accuracy on the
+test rows; over folds the mean. f1: of class 1 on the test rows, for tasks with two classes and a test set (kfold).
+"""
 
 
-def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
     """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10.
 
     Raises:
@@ -71,16 +62,11 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
     refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)
     right = [refits.predict(fold, 0, data.features, test) == labels[test] for fold, (_, test) in enumerate(outer)]
     tests = [_percent(own) for own in right]
-    return ProtocolScores(
-        dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
-        accuracy=float(np.round(np.mean(tests), 2)),
-        f1=None,
-        fold_accuracies=tuple(tests),
-        right=np.concatenate(right),
-    )
+    dev_accuracy = float(np.round(np.mean([max(mean) for mean in means]), 2))
+    return {"devacc": dev_accuracy, "acc": float(np.round(np.mean(tests), 2))}, np.concatenate(right)
 
 
-def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
     """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested.
 
     Raises:
@@ -95,17 +81,11 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
     )
     truth, answers = test.labels.numpy(), refit.predict(0, 0, test.features)
-    accuracy = _percent(answers == truth)
-    return ProtocolScores(
-        dev_accuracy=max(means),
-        accuracy=accuracy,
-        f1=_f1(answers, truth) if num_classes == 2 else None,
-        fold_accuracies=(accuracy,),
-        right=answers == truth,
-    )
+    scores = {"devacc": max(means), "acc": _percent(answers == truth)}
+    return scores | ({"f1": _f1(answers, truth)} if num_classes == 2 else {}), answers == truth
 
 
-def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
     """Let the dev set stop the fits and choose the decay.
 
     Raises:
@@ -116,10 +96,8 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
     chosen = int(np.argmax(scores))
     # The official code repeats this fit with the same seed, which gives the same weights.
-    answers = fits.predict(0, chosen, test.features)
-    right = answers == test.labels.numpy()
-    accuracy = _percent(right)
-    return ProtocolScores(scores[chosen], accuracy, None, (accuracy,), right)
+    right = fits.predict(0, chosen, test.features) == test.labels.numpy()
+    return {"devacc": scores[chosen], "acc": _percent(right)}, right
 
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:
@@ -164,23 +142,6 @@ class Pairs:
             raise ValueError("a split has no pairs, and a regression needs some to learn from, to stop by and to test")
 
 
-@dataclass(frozen=True)
-class Relatedness:
-    """Correlations in -1..1, 0 if undefined."""
-
-    dev_pearson: float
-    pearson: float
-    """Pearson on the test set; undefined if all predictions are equal to within 1e-6."""
-    spearman: float
-    """Spearman on the test set, ties averaged; undefined in the same case."""
-    mse: float
-    """Mean squared error on the test set."""
-    predicted: NDArray[np.float64]
-    """(N,) predicted scores of the test pairs."""
-    num_passes: int
-    """Passes over the training pairs until the fit stopped."""
-
-
 def bins(scores: ArrayLike) -> NDArray[np.float32]:
     """Distributions (N, 5) of scores (N,); below score 1 the share of bin 0 is lost, as in the official code."""
     values = np.asarray(scores, np.float64)
@@ -190,8 +151,16 @@ def bins(scores: ArrayLike) -> NDArray[np.float32]:
     return np.where(levels == low[:, None], 1 - part, np.where(levels == low[:, None] + 1, part, 0)).astype(np.float32)
 
 
-def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Relatedness:
-    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`."""
+def relatedness(
+    train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111
+) -> tuple[dict[str, float], NDArray[np.float64]]:
+    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`.
+
+    Returns:
+        Correlations in -1..1, 0 if undefined: `devpearson`, and on the test set `pearson` and `spearman` (ties
+        averaged), which are undefined if all predictions are equal to within 1e-6, and `mse`; and the (N,) predicted
+        scores of the test pairs.
+    """
     target = torch.from_numpy(bins(train.scores))
     start = linear_start(train.features.width, NUM_BINS, torch.Generator().manual_seed(seed))
     network = Network([p[None, None].contiguous() for p in start])
@@ -209,14 +178,11 @@ def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Rela
             stopped = misses >= _TENACITY
             misses += 1
     predicted = predict(kept, test.features)
-    return Relatedness(
-        dev_pearson=best,
-        pearson=_correlation(pearsonr, predicted, test.scores),
-        spearman=_correlation(spearmanr, predicted, test.scores),
-        mse=float(((predicted - test.scores) ** 2).mean()),
-        predicted=predicted,
-        num_passes=num_passes,
-    )
+    correlations = {
+        name: _correlation(kind, predicted, test.scores)
+        for name, kind in (("pearson", pearsonr), ("spearman", spearmanr))
+    }
+    return {"devpearson": best} | correlations | {"mse": float(((predicted - test.scores) ** 2).mean())}, predicted
 
 
 def predict(network: Network, features: Table) -> NDArray[np.float64]:

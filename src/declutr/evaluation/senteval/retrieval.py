@@ -33,6 +33,8 @@ MAX_EPOCH = 20
 """Last pass after which another pass may start."""
 TENACITY = 3
 """Tolerated dev scores without a new best; one more stops training."""
+RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
+"""Percentages of images with one of their captions, and of captions with their image, among the first 1, 5 and 10."""
 FOLD_IMAGES = 1000
 """Candidate images per fold; recalls are means over folds."""
 
@@ -47,34 +49,12 @@ class Gallery:
     """(5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i."""
 
 
-@dataclass(frozen=True)
-class Recalls:
-    """Percentage of queries with the answer among the first 1, 5 and 10."""
-
-    to_text: tuple[float, ...]
-    """Queries are images, answers one of their captions."""
-    to_image: tuple[float, ...]
-    """Queries are captions, answers their image."""
-
-    @property
-    def total(self) -> float:
-        """Sum of the six recalls, which decides when training stops."""
-        return sum(self.to_text) + sum(self.to_image)
+Recalls = tuple[float, ...]
+"""Values of `RECALLS`."""
 
 
-@dataclass(frozen=True)
-class Retrieval:
-    """Result of a trained pair of projections."""
-
-    test: Recalls
-    dev_total: float
-    """Best sum of the six dev recalls."""
-    num_passes: int
-    """Passes over the training captions."""
-
-
-def retrieval(train: Gallery, dev: Gallery, test: Gallery, seed: int = 1111) -> Retrieval:
-    """Train the projections on `train`, keep the best on `dev`, score `test`."""
+def retrieval(train: Gallery, dev: Gallery, test: Gallery, seed: int = 1111) -> dict[str, float]:
+    """Train the projections on `train`, keep the best on `dev`, score `test`: `RECALLS`, and their sum on dev."""
     start = torch.Generator().manual_seed(seed)
     widths = (train.images.shape[1], train.captions.shape[1])
     parameters = [p.requires_grad_() for width in widths for p in linear_start(width, SIZE, start)]
@@ -93,13 +73,14 @@ def retrieval(train: Gallery, dev: Gallery, test: Gallery, seed: int = 1111) -> 
             loss.backward()
             optimizer.step()
         num_passes += 1
-        total = mean_recalls(dev, parameters).total
+        recalls_of_dev = mean_recalls(dev, parameters)
+        total = sum(recalls_of_dev[:3]) + sum(recalls_of_dev[3:])
         if total > best:
             best, kept = total, [p.detach().clone() for p in parameters]
         else:
             stopped = misses >= TENACITY
             misses += 1
-    return Retrieval(mean_recalls(test, kept), best, num_passes)
+    return {**dict(zip(RECALLS, mean_recalls(test, kept), strict=True)), "devacc": best}
 
 
 def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int) -> Rows:
@@ -155,8 +136,7 @@ def mean_recalls(evaluation_set: Gallery, parameters: Sequence[Tensor]) -> Recal
     size = min(FOLD_IMAGES, len(images))
     parts = zip(images.split(size), captions.split(CAPTIONS_PER_IMAGE * size), strict=True)
     folds = [recalls(*fold) for fold in itertools.islice(parts, count)]
-    sides = ([fold.to_text for fold in folds], [fold.to_image for fold in folds])
-    return Recalls(*(tuple(sum(values) / count for values in zip(*side, strict=True)) for side in sides))
+    return tuple(sum(values) / count for values in zip(*folds, strict=True))
 
 
 def recalls(images: Tensor, captions: Tensor) -> Recalls:
@@ -176,8 +156,8 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
         scores = part @ images.mT
         own_scores = scores.gather(1, image[:, None])
         image_ranks.append((scores > own_scores).sum(1) + 0.5 * ((scores == own_scores).sum(1) - 1))
-    return Recalls(_summary(torch.cat(text_ranks)), _summary(torch.cat(image_ranks)))
-
-
-def _summary(ranks: Tensor) -> tuple[float, ...]:
-    return tuple(100.0 * int((ranks < limit).sum()) / len(ranks) for limit in (1, 5, 10))
+    return tuple(
+        100.0 * int((ranks < limit).sum()) / len(ranks)
+        for ranks in (torch.cat(text_ranks), torch.cat(image_ranks))
+        for limit in (1, 5, 10)
+    )

@@ -30,7 +30,7 @@ from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
 from declutr.evaluation.senteval.features import Table, table
 from declutr.evaluation.senteval.network import ClassifierConfig
-from declutr.evaluation.senteval.retrieval import Gallery, retrieval
+from declutr.evaluation.senteval.retrieval import RECALLS, Gallery, retrieval
 from declutr.evaluation.senteval.similarity import pair_errors, score_geometry, score_sts
 from declutr.evaluation.senteval.tasks import (
     DOWNSTREAM,
@@ -49,7 +49,6 @@ from declutr.evaluation.senteval.tasks import (
     sentence_rows,
 )
 
-RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")  # images to captions, and back
 _WITHOUT_SNLI = tuple(name for name in DOWNSTREAM if name != "SNLI")
 
 Scores = Mapping[str, float]
@@ -296,23 +295,18 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     splits = data.splits.items()  # train, dev and test, or those of the three that the procedure has
     if task.procedure == "relatedness":
         train, dev, test = (protocols.Pairs(features(part), np.asarray(part.labels, np.float64)) for _, part in splits)
-        fit = protocols.relatedness(train, dev, test, config.seed)
-        flat = fit.dev_pearson <= 0 and fit.pearson == 0
-        scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
-        items = {"spearman": pair_errors(fit.predicted, test.scores)}
+        scores, predicted = protocols.relatedness(train, dev, test, config.seed)
+        flat = scores["devpearson"] <= 0 and scores["pearson"] == 0
+        items = {"spearman": pair_errors(predicted, test.scores)}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
         images = [Gallery(table(data.features[name]).first, features(part).first) for name, part in splits]
-        trained = retrieval(*images, config.seed)
-        recalls = (*trained.test.to_text, *trained.test.to_image)
-        return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": trained.dev_total})
-    fits: dict[str, Callable[..., protocols.ProtocolScores]] = {
+        return Scored(retrieval(*images, config.seed))
+    fits: dict[str, Callable[..., protocols.Outcome]] = {
         "inner_kfold": protocols.inner_kfold,
         "kfold": protocols.kfold,
         "split": protocols.split,
     }
     parts = (examples(features(part), part.labels) for _, part in splits)
-    outcome = fits[task.procedure](*parts, len(data.classes), config)
-    scores = {"devacc": outcome.dev_accuracy, "acc": outcome.accuracy}
-    items = {"acc": item_errors(outcome.right.astype(np.float64), scale=100)}
-    return Scored(scores if outcome.f1 is None else {**scores, "f1": outcome.f1}, items=items)
+    scores, right = fits[task.procedure](*parts, len(data.classes), config)
+    return Scored(scores, items={"acc": item_errors(right.astype(np.float64), scale=100)})
