@@ -31,7 +31,7 @@ from declutr.evaluation.senteval.classifier import examples
 from declutr.evaluation.senteval.features import Table, table
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.retrieval import RECALLS, Gallery, retrieval
-from declutr.evaluation.senteval.similarity import pair_errors, score_geometry, score_sts
+from declutr.evaluation.senteval.similarity import Scored, pair_errors, score_geometry, score_sts
 from declutr.evaluation.senteval.tasks import (
     DOWNSTREAM,
     LANGUAGES,
@@ -227,16 +227,6 @@ geometry: alignment and uniformity (STS-B)."""
 Embeddings = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Scores by name (see the head of this file and `similarity.py`) and warnings to show with them."""
-
-    scores: Mapping[str, float]
-    warnings: tuple[str, ...] = ()
-    items: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Errors of the test items in some of the scores, in percent (`bootstrap.item_errors`)."""
-
-
 def method_for(task: SentEvalTask, protocol: Protocol) -> Method | None:
     """Method by which a protocol scores a task; None if the protocol leaves it out."""
     if protocol == "senteval":
@@ -281,12 +271,10 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
         result = score_sts(data, rows, embeddings)
         if task.procedure == "similarity":
-            items = {f"spearman.{name}": errors for name, errors in result.items.items()}
-            return Scored(result.flat(), result.warnings, items)
-        of_test, of_dev = result.subsets["test"], result.subsets["dev"]
-        scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
-        scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
-        return Scored(scores, result.warnings, {"spearman": result.items["test"]})
+            return result
+        kinds, splits_of = ("spearman", "pearson"), {"": "test", "dev": "dev"}
+        scores = {f"{way}{kind}": result.scores[f"{kind}.{of}"] for way, of in splits_of.items() for kind in kinds}
+        return Scored(scores, result.warnings, {"spearman": result.items["spearman.test"]})
 
     def features(split: Split) -> Table:
         sides = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
