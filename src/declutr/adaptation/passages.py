@@ -133,13 +133,6 @@ class Passages:
         far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= FAR_TOKENS
         return far
 
-    @cached_property
-    def galleries(self) -> NDArray[np.int64]:
-        """`(8, n)` passages: one of every document, at the same place relative to the document's length."""
-        counts = np.bincount(self.owners, minlength=self.num_documents)
-        first = np.cumsum(counts) - counts
-        return first + np.arange(_PASSAGES)[:, None] * counts // _PASSAGES
-
     def distant(self, scores: F32) -> F64:
         """`(n,)` recall@1 of passages that search another one of their document, NaN without a distant pair.
 
@@ -150,7 +143,9 @@ class Passages:
             scores: `(P, P)`, row searches column.
         """
         hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
-        for gallery in self.galleries:
+        counts = np.bincount(self.owners, minlength=self.num_documents)
+        for place in range(_PASSAGES):  # relative to the length of every document
+            gallery = np.cumsum(counts) - counts + place * counts // _PASSAGES
             own = gallery[self.owners]
             far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS  # nearer passages share words
             table = scores[:, gallery]

@@ -277,17 +277,14 @@ class SearchIndex:
             raise UsageError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
         firsts = self._firsts[best_rows(self.by_document(scores), top)]
-        rows = np.array([first + int(scores[first : self._behind(first)].argmax()) for first in firsts], np.int64)
+        ends = np.append(self._firsts, self.facts.rows)[np.searchsorted(self._firsts, firsts, side="right")]
+        slices = zip(firsts.tolist(), ends.tolist(), strict=True)
+        rows = np.array([first + int(scores[first:end].argmax()) for first, end in slices], np.int64)
         parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
         return [
             Hit(**vars(text), score=score, cosine=cosine, lexical=None if self._words is None else words)
             for text, (score, cosine, words) in zip(self.texts(rows.tolist()), parts, strict=True)
         ]
-
-    def _behind(self, first: int) -> int:
-        """Row behind those of the document that starts at a row."""
-        document = np.searchsorted(self._firsts, first, side="right")
-        return int(self._firsts[document]) if document < len(self._firsts) else self.facts.rows
 
     def document(self, row: int) -> int:
         """Number of the document of a row."""

@@ -128,10 +128,10 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     """Load the encoder, embed what is not done, assemble the parts, write the note, and remove the parts."""
-    from declutr.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
+    from declutr.encoders.loading import load_encoder  # loads torch, which no problem of the inputs waits for
 
     output = config.output
-    encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+    encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     if config.passages:
@@ -322,10 +322,10 @@ class UnitEmbedder:
     """Ray worker with an encoder that embeds one unit after the other, if its `vectors_fingerprint` is `vectors`."""
 
     def __init__(self, config: EmbedConfig, folder: str, vectors: str) -> None:
-        from declutr.encoders.loading import encoder_of
+        from declutr.encoders.loading import load_encoder
 
         self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+        self._encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
         self._problem = ""
         # The encoder that a name means may change meanwhile: that of a run is its newest checkpoint.
         if vectors_fingerprint(self._encoder) != vectors:

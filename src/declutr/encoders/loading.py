@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -197,20 +198,10 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
     Raises:
         EncoderError: the encoder cannot be loaded.
     """
-    if model:
-        return encoder_of(choice.model_copy(update={"model": model}), trust_remote_code=trust_remote_code)
-    with cache_only(f"the index that names it may come from someone else; if you trust it: --model {choice.model}"):
-        return encoder_of(choice, trust_remote_code=trust_remote_code)
-
-
-def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
-    """Load the encoder of a job or an index.
-
-    Raises:
-        EncoderError: the encoder cannot be loaded.
-    """
     options = choice.model_dump(exclude={"model", "trust_remote_code"})  # a file from somebody else grants no trust
-    return load_encoder(choice.model, **options, trust_remote_code=trust_remote_code)
+    why = f"the index that names it may come from someone else; if you trust it: --model {choice.model}"
+    with nullcontext() if model else cache_only(why):
+        return load_encoder(model or choice.model, **options, trust_remote_code=trust_remote_code)
 
 
 def pack_linears(module: nn.Module) -> None:

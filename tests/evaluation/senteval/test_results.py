@@ -89,9 +89,3 @@ def test_a_report_marks_other_data_and_goes_into_json(tmp_path):
     assert told["results"]["Tense"]["standing"] == "unpublished"
     assert told["missing"] == {"SNLI": "not asked for"}
     assert told["averages"][2]["marked"] == ["Tense"]
-
-
-def test_refused_data_give_no_result(tmp_path):
-    write_rest(tmp_path)
-    with pytest.raises(ValueError, match=all_of("Tense train", "2 rows", "published about 100,000")):
-        result_of(inspect(find("Tense"), tmp_path), "senteval", {"acc": 99.6})

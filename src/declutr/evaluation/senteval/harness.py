@@ -336,17 +336,12 @@ class Vectors:
         return bool(stored.shape == (rows, self.size) and stored.dtype == np.float32)
 
 
-def texts_hash(texts: Sequence[str]) -> str:
-    """SHA-256 of a list of sentences, in hexadecimal."""
+def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str], part_rows: int) -> Path:
+    """Folder of an encoder's embedding parts for these texts."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
-    return digest.hexdigest()
-
-
-def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str], part_rows: int) -> Path:
-    """Folder of an encoder's embedding parts for these texts."""
-    return cache / vectors_fingerprint(encoder)[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
+    return cache / vectors_fingerprint(encoder)[:16] / f"{digest.hexdigest()[:16]}-{part_rows}"
 
 
 def embed_all(

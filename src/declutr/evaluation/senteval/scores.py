@@ -206,15 +206,11 @@ class Report:
 
 
 def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, float], *warnings: str) -> TaskResult:
-    """Combine scores with the standing and warnings of their data.
-
-    Raises:
-        ValueError: such data must not be scored.
-    """
-    if not inspection.usable or inspection.data is None:
-        raise ValueError(f"{inspection.task.name}: {inspection.reason}")
-    data = inspection.data
-    scored = sum(len(split) for name, split in data.splits.items() if name not in ("train", "dev"))
+    """Combine scores with the standing and warnings of their data."""
+    assert inspection.usable
+    assert inspection.data is not None
+    splits = inspection.data.splits
+    scored = sum(len(split) for name, split in splits.items() if name not in ("train", "dev"))
     return TaskResult(
         inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *inspection.findings)
     )
