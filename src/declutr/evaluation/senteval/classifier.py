@@ -41,57 +41,6 @@ class Padded:
         return Padded(self.rows[sets], self.sizes[sets])
 
 
-class Schedule:
-    """Batches of sets whose passes have the same number of batches.
-
-    Sets of one stream see the same positions, because every official fit starts from one seed.
-
-    `labels` (N,) are those of the training table.
-    """
-
-    def __init__(self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig) -> None:
-        self.members = Padded.of([s.train for s in sets])
-        self._labels, self._batch_size = labels, config.batch_size
-        self._streams = [s.stream for s in sets]
-        # every official fit of a size starts from one seed
-        self._orders = {stream: orders(config.seed, *stream) for stream in self._streams}
-        self._passes: list[dict[Stream, Rows]] = []
-
-    def draw(self, num_passes: int) -> None:
-        """Draw the orders of the next passes."""
-        current = dict.fromkeys(self._streams)
-        self._passes = [{stream: next(self._orders[stream]) for stream in current} for _ in range(num_passes)]
-
-    def keep(self, places: Tensor) -> None:
-        """Continue with these sets only."""
-        self.members = self.members[places]
-        self._streams = [self._streams[place] for place in places.tolist()]
-
-    def batches(self, block: slice) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
-        """Every batch of the drawn passes, for some of the sets.
-
-        Yields:
-            (S, B) row numbers of the training table, their labels, and the weight of each row in its set's mean loss: a
-            number, or (S, 1, 1, B) with 0 for padding.
-        """
-        members, streams = self.members[block], self._streams[block]
-        longest, shortest = int(members.sizes.max()), int(members.sizes.min())
-        tail = np.arange(longest)
-        for permutations in self._passes:
-            positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
-            order = torch.from_numpy(np.stack([positions[stream] for stream in streams]))
-            rows = members.rows.gather(1, order)
-            labels = self._labels[rows]
-            for start in range(0, longest, self._batch_size):
-                width = min(self._batch_size, longest - start)
-                weight: float | Tensor = 1 / self._batch_size
-                if start + self._batch_size > shortest:
-                    counts = (members.sizes - start).clamp(max=self._batch_size)[:, None]
-                    weight = ((torch.arange(width) < counts) / counts)[:, None, None]
-                part = slice(start, start + width)
-                yield rows[:, part], labels[:, part], weight
-
-
 @dataclass(frozen=True)
 class Examples:
     """Features and classes."""
@@ -189,7 +138,10 @@ class _Group:
         self.best = Network([torch.empty_like(p) for p in self.network.parameters])
         decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
-        self.schedule = Schedule(sets, train.labels, config)
+        # every official fit of a size starts from one seed, so that sets of one stream see the same positions
+        self.streams = [s.stream for s in sets]
+        self.orders = {stream: orders(config.seed, *stream) for stream in self.streams}
+        self.members = Padded.of([s.train for s in sets])
         self.dev_members = Padded.of([s.dev for s in sets])
         self.num_dev = np.array([len(s.dev) for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
@@ -221,11 +173,12 @@ class _Group:
         """Train every remaining set for `epoch_size` passes, block after block of sets."""
         num_sets = self.network.num_sets
         buffer = BlockBuffer(self.train.features, num_sets, self.config.batch_size)
-        self.schedule.draw(self.config.epoch_size)
+        current = dict.fromkeys(self.streams)
+        passes = [{stream: next(self.orders[stream]) for stream in current} for _ in range(self.config.epoch_size)]
         for block in buffer.blocks(num_sets):
             network, updates = self.network.narrow(block), self.updates.narrow(block)
             gradients = [torch.empty_like(p) for p in network.parameters]
-            for places, labels, weight in self.schedule.batches(block):
+            for places, labels, weight in self._batches(block, passes):
                 rows = buffer.take(places)
                 wrong = torch.softmax(network.forward(rows), dim=2)  # minus the truth: the gradient of cross entropy
                 wrong -= (labels[:, None, None] == self.classes).float()
@@ -233,6 +186,32 @@ class _Group:
                 write_gradients(rows, wrong, gradients)
                 updates.step(network.parameters, gradients)
         self.updates.num_steps = updates.num_steps  # a view counts its own steps
+
+    def _batches(
+        self, block: slice, passes: list[dict[Stream, Rows]]
+    ) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
+        """Every batch of some passes, for some of the sets.
+
+        Yields:
+            (S, B) row numbers of the training table, their labels, and the weight of each row in its set's mean loss: a
+            number, or (S, 1, 1, B) with 0 for padding.
+        """
+        members, streams, batch_size = self.members[block], self.streams[block], self.config.batch_size
+        longest, shortest = int(members.sizes.max()), int(members.sizes.min())
+        tail = np.arange(longest)
+        for permutations in passes:
+            positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
+            order = torch.from_numpy(np.stack([positions[stream] for stream in streams]))
+            rows = members.rows.gather(1, order)
+            labels = self.train.labels[rows]
+            for start in range(0, longest, batch_size):
+                width = min(batch_size, longest - start)
+                weight: float | Tensor = 1 / batch_size
+                if start + batch_size > shortest:
+                    counts = (members.sizes - start).clamp(max=batch_size)[:, None]
+                    weight = ((torch.arange(width) < counts) / counts)[:, None, None]
+                part = slice(start, start + width)
+                yield rows[:, part], labels[:, part], weight
 
     def _score(self) -> NDArray[np.int64]:
         """(S, R) dev examples that are classified correctly now."""
@@ -267,6 +246,6 @@ class _Group:
         self.network = Network([p[here] for p in self.network.parameters])
         self.updates.moments = [[moment[here] for moment in moments] for moments in self.updates.moments]
         self.updates.decay = self.updates.decay[here]
-        self.schedule.keep(sets)
-        self.dev_members = self.dev_members[sets]
+        self.streams = [self.streams[place] for place in sets.tolist()]
+        self.members, self.dev_members = self.members[sets], self.dev_members[sets]
         self.set_places, self.decay_places = self.set_places[sets.numpy()], self.decay_places[decays.numpy()]
