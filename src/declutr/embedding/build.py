@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from declutr.common.bootstrap import Comparison, compare, grouped, share
+from declutr.common.bootstrap import compare, grouped, share
 from declutr.common.errors import DataError, UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
@@ -59,8 +59,6 @@ from declutr.pipeline.readers.corpus import Document
 DEFAULT_WEIGHT = 1.0
 F64 = NDArray[np.float64]
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)  # 0: words may help nothing
-WORDS_ALONE = "words alone"
-VECTORS_ALONE = "vectors alone"
 CHOOSING = "ndcg@10"
 
 
@@ -76,13 +74,6 @@ class WeightChoice:
     """`(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone."""
     answers: NDArray[np.int64]
     """`(Q,)` number of the answers of each of the other queries."""
-
-    def differences(self) -> dict[str, Comparison]:
-        """The hybrid search compared with each part alone on the queries that did not choose."""
-        column = MEASURES.index(CHOOSING)
-        rows = {name: grouped(scores[:, column], self.answers) for name, scores in self.values.items()}
-        hybrid = rows.pop("hybrid")
-        return {name: compare(part, hybrid, SEED, share) for name, part in rows.items()}
 
 
 class Built(NamedTuple):
@@ -288,7 +279,7 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
     weight = WEIGHTS[int(np.argmax(means))]
     hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))  # None: words alone
-    values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
+    values = {"hybrid": hybrid, "vectors alone": vectors, "words alone": words}
     return WeightChoice(weight, len(halves["development"].queries), values, halves["test"].answers)
 
 
@@ -320,9 +311,13 @@ def _measured(
 
 
 def sentences(choice: WeightChoice) -> Iterator[str]:
-    """Sentences with the choice and its differences to each part."""
+    """Sentences with the choice, and the differences to each part alone on the queries that did not choose."""
     yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
-    for name, difference in choice.differences().items():
+    column = MEASURES.index(CHOOSING)
+    rows = {name: grouped(scores[:, column], choice.answers) for name, scores in choice.values.items()}
+    hybrid = rows.pop("hybrid")
+    for name, part in rows.items():
+        difference = compare(part, hybrid, SEED, share)
         scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
         queries = f"{len(choice.answers):,} other queries with {difference.rows:,} different answers"
         yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence('answers')}"

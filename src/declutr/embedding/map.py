@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.embedding.note import Note, finite_vectors, unit_vectors
-from declutr.embedding.units import Shape, shaped
+from declutr.encoders.protocol import unit_rows
 from declutr.trainer.data.plan import permute
 
 PLANE_ROWS = 5_000  # so that a map takes seconds
@@ -66,12 +66,11 @@ def fit_plane(vectors: NDArray[np.float32]) -> Plane:
     return Plane(mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0)
 
 
-def sample_rows(num_rows: int, count: int, seed: int = 0) -> NDArray[np.int64]:
-    """Ascending numbers below `num_rows`: `count` of them drawn by (seed, "map"), or all if there are fewer."""
-    drawn = np.arange(min(num_rows, count))
-    if num_rows > count:
-        # by seed: the map of an index is always the same
-        drawn = np.sort(permute(seeding.key_for(seed, "map"), np.zeros_like(drawn), drawn, num_rows))
+def sample_rows(num_rows: int) -> NDArray[np.int64]:
+    """Ascending numbers below `num_rows`: `PLANE_ROWS` of them, always the same ones, or all if there are fewer."""
+    drawn = np.arange(min(num_rows, PLANE_ROWS))
+    if num_rows > PLANE_ROWS:
+        drawn = np.sort(permute(seeding.key_for(0, "map"), np.zeros_like(drawn), drawn, num_rows))
     return drawn
 
 
@@ -86,7 +85,7 @@ def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
         embeddings: file of `declutr embed`.
         note: its note.
     """
-    plane = fit_plane(rows_of(unit_vectors(embeddings, note), sample_rows(note.rows, PLANE_ROWS)))
+    plane = fit_plane(rows_of(unit_vectors(embeddings, note), sample_rows(note.rows)))
     with pa.memory_map(str(texts)) as source:
         table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
         vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
@@ -95,7 +94,7 @@ def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
         start = 0
         with pq.ParquetWriter(path, schema) as writer:
             for chunk in finite_vectors(embeddings, note):
-                x, y = plane.place(shaped(chunk.astype(np.float32), Shape(normalise=True))).T
+                x, y = plane.place(unit_rows(chunk.astype(np.float32))).T
                 vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(chunk)), note.size)
                 columns = table.slice(start, len(chunk)).select(["text", "id", "source"]).columns
                 writer.write_table(pa.Table.from_arrays([*columns, vectors, pa.array(x), pa.array(y)], schema=schema))

@@ -21,7 +21,7 @@ from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.embedding.passages import Cutter, Passage
-from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted
+from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted, unit_rows
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,
@@ -293,7 +293,7 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
     """Truncate, then normalise, then round."""
     kept = embeddings[:, : shape.dimensions]
     if shape.normalise:
-        kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
+        kept = unit_rows(kept)
     with np.errstate(over="ignore", invalid="ignore"):  # too large for float16, or NaN: the caller checks
         if shape.dtype == "int8":
             kept = np.rint(kept * (127 / np.maximum(np.abs(kept).max(axis=1, keepdims=True, initial=0), 1e-30)))

@@ -126,9 +126,10 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
     encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
-    if recipe and recipe.input_size not in (None, encoder.hidden_size):
+    dense = [layer for layer in recipe.after.modules() if isinstance(layer, torch.nn.Linear)] if recipe else []
+    if dense and dense[0].in_features != encoder.hidden_size:
         raise EncoderError(
-            f"{name}: its first dense layer takes {recipe.input_size} numbers, and its embeddings have "
+            f"{name}: its first dense layer takes {dense[0].in_features} numbers, and its embeddings have "
             f"{encoder.hidden_size} before it; its files belong to different encoders"
         )
     try:
