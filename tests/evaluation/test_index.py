@@ -9,9 +9,9 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
+from declutr.embedding.build import PLANE_ROWS, SHARE, fit_plane, sample_rows
 from declutr.embedding.build import index as build_index
 from declutr.embedding.index import INDEX, SearchIndex, StoredVectors, best_rows
-from declutr.embedding.map import PLANE_ROWS, SHARE, fit_plane, sample_rows
 from declutr.embedding.units import Shape, shaped
 from declutr.encoders.loading import load_encoder
 

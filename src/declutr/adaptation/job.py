@@ -14,8 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
-from declutr.adaptation.checks import ENCODER, REPORT, check_lengths, checked, own_words
-from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, State, opened
+from declutr.adaptation.config import (
+    BATCH_DOCUMENTS,
+    ENCODER,
+    LONG_TOKENS,
+    REPORT,
+    WINDOW_TOKENS,
+    AdaptConfig,
+    State,
+    check_lengths,
+    checked,
+    opened,
+    own_words,
+)
 from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved

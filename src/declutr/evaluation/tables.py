@@ -55,20 +55,18 @@ class PublishedModel(Strict):
 
     def results(self) -> Mapping[str, Scores]:
         """Scores by task, named like the results of this project."""
-        return {name: self._by_metric(name, values) for name, values in self.scores.items()}
-
-    def _by_metric(self, task: str, values: tuple[float, ...]) -> Scores:
-        procedure = find(task).procedure
-        if procedure == "retrieval":  # the printed number is the mean of the six recalls
-            return dict.fromkeys(RECALLS, values[0])
-        correlations = {
-            "similarity": f"spearman.{self.sts}",
-            "relatedness": "spearman",
-            "cosine": "spearman" if self.split == "test" else "devspearman",
-        }
-        if procedure in correlations:
-            return {correlations[procedure]: values[0] / 100}
-        return dict(zip(("acc", "f1"), values, strict=False))
+        multilingual = "spearman" if self.split == "test" else "devspearman"
+        correlations = {"similarity": f"spearman.{self.sts}", "relatedness": "spearman", "cosine": multilingual}
+        results: dict[str, Scores] = {}
+        for task, values in self.scores.items():
+            procedure = find(task).procedure
+            if procedure == "retrieval":  # the printed number is the mean of the six recalls
+                results[task] = dict.fromkeys(RECALLS, values[0])
+            elif procedure in correlations:
+                results[task] = {correlations[procedure]: values[0] / 100}
+            else:
+                results[task] = dict(zip(("acc", "f1"), values, strict=False))
+        return results
 
 
 @cache
