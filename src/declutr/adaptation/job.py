@@ -163,7 +163,21 @@ class _Adaptation:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
         scored = self._development(development)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
-        return self._judged(test, candidates, choose(candidates, scored, self.primary, self.config.seed))
+        chosen = choose(candidates, scored, self.primary, self.config.seed)
+        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
+        # counted before the scores: a stop after them is a look, too
+        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
+        start = self._scored(test, self.start)
+        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
+        self._keep("test", {_START: start, **values})
+        seed = self.config.seed
+        rows = [Row.of(_START, "start", start, start, seed)]
+        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
+        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
+        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
+        encoder = self.builder.load(chosen)
+        examples = _examples(test, self.start, encoder)
+        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
@@ -218,23 +232,6 @@ class _Adaptation:
                 self.config.minutes,
             )
         return steps
-
-    def _judged(self, test: TestSet, candidates: Sequence[str], chosen: str) -> Result:
-        """The verdict on the chosen candidate, with every row of the table on test documents."""
-        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
-        # counted before the scores: a stop after them is a look, too
-        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        start = self._scored(test, self.start)
-        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        self._keep("test", {_START: start, **values})
-        seed = self.config.seed
-        rows = [Row.of(_START, "start", start, start, seed)]
-        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
-        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
-        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
-        encoder = self.builder.load(chosen)
-        examples = _examples(test, self.start, encoder)
-        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _few(self, passages: Passages) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
