@@ -13,7 +13,7 @@ from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
 from declutr.evaluation.senteval.retrieval import recalls
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures(one_thread.__name__)]
-PRESETS = {"default": ClassifierConfig.official(), "prototyping": ClassifierConfig.prototyping()}
+PRESETS = {"default": ClassifierConfig(), "prototyping": ClassifierConfig.prototyping()}
 NAMES = (
     *("inner_MR_like", "inner_imbalanced", "kfold_TREC_like", "kfold_MRPC_like"),
     *("split_SST5_like", "split_probing_like"),

@@ -64,7 +64,7 @@ class Classifier:
             else:
                 stopped = misses >= config.tenacity
                 misses += 1
-        self.model = best_model
+        self.model, self.passes = best_model, passes
         return self
 
     def predict(self, x: Array) -> Array:

@@ -11,16 +11,14 @@ Published numbers are those of the DeCLUTR, SimCSE, SCD, VisualCSE, AudioCSE and
 under the name of its way.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from declutr.common.config import Strict
-from declutr.common.storage import write_json, write_text
+from declutr.common.storage import read_json, write_json, write_text
 from declutr.evaluation.senteval.harness import Evaluated
 from declutr.evaluation.senteval.retrieval import RECALLS
 from declutr.evaluation.senteval.scores import Average, Protocol, averages, headline
@@ -72,8 +70,7 @@ class PublishedModel(Strict):
 @cache
 def literature() -> tuple[PublishedModel, ...]:
     """All published rows, in the order of the papers."""
-    content = json.loads(files(__package__).joinpath("published.json").read_bytes())
-    return tuple(map(PublishedModel.model_validate, content["papers"]))
+    return tuple(map(PublishedModel.model_validate, read_json(Path(__file__).with_name("published.json"))["papers"]))
 
 
 @dataclass(frozen=True)

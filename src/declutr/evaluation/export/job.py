@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
 
 from declutr.common.bootstrap import compare, spearman
 from declutr.common.errors import EncoderError
@@ -36,8 +37,6 @@ from declutr.evaluation.retrieval.pairs import RetrievalTest
 
 _ROUNDS = 5
 _SEED = 0
-TORCH = "torch"
-"""Name of the encoder itself among the sides of the timing."""
 
 
 def measure(
@@ -71,7 +70,7 @@ def measure(
             name: {"before": comparison.before, "after": comparison.after, "interval": comparison.interval}
             for name, comparison in differences(*rows).items()
         }
-    return figures | _timed({TORCH: before, **floats}, after, texts)
+    return figures | _timed({"torch": before, **floats}, after, texts)
 
 
 def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts: list[str]) -> dict[str, Any]:
@@ -195,13 +194,15 @@ def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) 
             write_static(encoder, inputs.corpus, aside, config.vocabulary_size, config.dimensions)
         else:
             floats = _write_onnx(config, encoder, texts, aside)
-        after = load_encoder(str(aside), device="cpu")
+        after, weights = load_encoder(str(aside), device="cpu"), list[Tensor]()
+        if isinstance(encoder, TransformerEncoder):  # those in float32 with which embeddings are computed
+            weights = [*encoder.encoder.model.base_model.parameters(), *encoder.after.parameters()]
         figures: dict[str, Any] = {
             "name": config.to,
             "model": config.model,
             "fingerprint": encoder.fingerprint,
             "prompt": getattr(encoder, "prompt", ""),
-            "bytes_before": _weight_bytes(encoder) if isinstance(encoder, TransformerEncoder) else None,
+            "bytes_before": 4 * sum(map(Tensor.numel, weights)) or None,
             "bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size,
         }
         if inputs.corpus_facts is not None:
@@ -248,12 +249,6 @@ def _write_onnx(
     quantize(folder / GRAPH, (padded([row], 0) for row in encoder.windows(texts)[0] if row))
     write_json(folder / SETTINGS, read_json(folder / SETTINGS) | {"form": config.to})
     return {"onnx": graph}
-
-
-def _weight_bytes(encoder: TransformerEncoder) -> int:
-    """Bytes of the weights in float32 with which embeddings are computed."""
-    modules: tuple[torch.nn.Module, ...] = (encoder.encoder.model.base_model, encoder.after)
-    return sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str]]:

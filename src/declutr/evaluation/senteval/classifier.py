@@ -64,8 +64,6 @@ class Fits:
     num_dev: NDArray[np.int64]
     """(S,) dev examples."""
     network: Network
-    num_scores: NDArray[np.int64]
-    """(S, R) dev scores until the fit stopped."""
 
     def accuracies(self, sets: slice = slice(None)) -> NDArray[np.float64]:
         """Best dev accuracies (sets, R), in [0, 1]."""
@@ -114,7 +112,6 @@ def fit_many(
         np.concatenate([part.num_right for part in parts])[back],
         np.concatenate([part.num_dev for part in parts])[back],
         Network([torch.cat(parameters)[torch.from_numpy(back)] for parameters in states]),
-        np.concatenate([part.num_scores for part in parts])[back],
     )
 
 
@@ -151,7 +148,7 @@ class _Group:
         config = self.config
         shape = (len(self.set_places), len(self.decay_places))
         # -1: the first score is always a new best
-        best_right, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
+        best_right, misses = np.full(shape, -1), np.zeros(shape, int)
         running = np.ones(shape, bool)
         num_passes = 0
         while running.any() and num_passes <= config.max_epoch:
@@ -162,12 +159,11 @@ class _Group:
             better = running[here] & (right > best_right[here])
             self._keep(better)
             best_right[here] = np.where(better, right, best_right[here])
-            scores[here] += running[here]
             missed = running[here] & ~better
             running[here] &= ~(missed & (misses[here] >= config.tenacity))
             misses[here] += missed  # in total, not in a row: so counts the official code
             self._compact(running[here])
-        return Fits(best_right, self.num_dev, self.best, scores)
+        return Fits(best_right, self.num_dev, self.best)
 
     def _train(self) -> None:
         """Train every remaining set for `epoch_size` passes, block after block of sets."""

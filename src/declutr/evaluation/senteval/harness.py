@@ -99,12 +99,6 @@ class ScoringUnit:
         """Task and method."""
         return self.data.task.name, self.method
 
-    @property
-    def name(self) -> str:
-        """Label for people: the task's label, plus the method unless it is the task's own procedure."""
-        label = self.data.task.label
-        return label if self.method == "procedure" else f"{label} ({self.method})"
-
     def stored(self) -> StoredUnit | None:
         """Result of an earlier call for the same encoder, data and settings, or None."""
         try:
@@ -223,7 +217,8 @@ def _score(
         results[unit.key] = stored
         done += unit.cost
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
-        say(f"{encoder.name}: {len(results)}/{len(todo)} {unit.name} {outcome}{_time_left(started, done, total)}")
+        name = unit.data.task.label + ("" if unit.method == "procedure" else f" ({unit.method})")
+        say(f"{encoder.name}: {len(results)}/{len(todo)} {name} {outcome}{_time_left(started, done, total)}")
     return results, warnings
 
 

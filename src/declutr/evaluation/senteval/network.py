@@ -24,7 +24,7 @@ DEFAULT_RATES: dict[OptimizerName, float] = {"adam": 1e-3, "rmsprop": 1e-2}  # t
 
 
 class ClassifierConfig(Strict):
-    """Settings of the classifiers. The defaults are the published "default" configuration."""
+    """Settings of the classifiers. The defaults are those of the papers' tables: adam, batches of 64, 10 folds."""
 
     num_hidden: int = Field(0, ge=0, le=0)
     """Hidden units: none, as in the papers' tables; here because the hash of stored scores has it, as the next one."""
@@ -48,11 +48,6 @@ class ClassifierConfig(Strict):
     """Weight decays to choose from, by dev score; the first of equal ones wins."""
     seed: int = Field(1111, ge=0, lt=2**32)
     """Seed of starting weights, orders and held-out rows; InnerKFold's folds always use 1111."""
-
-    @classmethod
-    def official(cls) -> Self:
-        """Configuration of the papers' tables: adam, batches of 64, 10 folds."""
-        return cls()
 
     @classmethod
     def prototyping(cls) -> Self:
