@@ -185,7 +185,9 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     engine.no_truncation()  # passages are cut here, from the whole document
     engine.no_padding()
-    before, after = _specials(engine)
+    example = engine.encode("a", add_special_tokens=True)
+    places = [place for place, special in enumerate(example.special_tokens_mask) if not special]
+    before, after = example.ids[: places[0]], example.ids[places[-1] + 1 :]
     texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
     number = 0
     for headings, body in parts:
@@ -221,10 +223,3 @@ def _headings(text: str) -> tuple[list[str], str]:
         elif num_words(heading) > 1:
             headings.append(heading)
     return headings, "\n".join(kept)
-
-
-def _specials(engine: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids before and after the tokens of a text."""
-    encoding = engine.encode("a", add_special_tokens=True)
-    places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-    return encoding.ids[: places[0]], encoding.ids[places[-1] + 1 :]

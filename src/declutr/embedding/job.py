@@ -35,7 +35,6 @@ from declutr.embedding.units import (
     embed_unit,
     finished,
     identify,
-    located,
     part_schema,
     plan,
 )
@@ -89,7 +88,13 @@ def embed(
         raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = located(validated("embed", EmbedConfig, parts | values))
+    config = validated("embed", EmbedConfig, parts | values)
+    # absolute paths, because workers run in another folder, and the note is read from anywhere
+    places = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
+    choice = config.choice
+    if Path(choice.model).exists():
+        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
+    config = config.model_copy(update={"inputs": places, "choice": choice, "output": config.output.absolute()})
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [config.output, note_path(config.output)]):
             raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")

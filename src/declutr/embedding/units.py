@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.embedding.passages import Cutter, Passage
 from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted, unit_rows
@@ -79,15 +78,6 @@ class EmbedConfig(Strict):
 _MAX_UNITS = 4096
 CHUNK_ROWS = 4096
 """Embeddings that are read at once."""
-
-
-def located(config: EmbedConfig) -> EmbedConfig:
-    """Job with absolute paths, because workers run in another folder, and the note is read from anywhere."""
-    inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
-    choice = config.choice
-    if Path(choice.model).exists():
-        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
-    return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
