@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json, read_json, write_json
 from declutr.encoders.protocol import CutEncoder, SentenceEncoder, vectors_fingerprint
 from declutr.evaluation.senteval.network import ClassifierConfig
-from declutr.evaluation.senteval.scores import Method, Protocol, Report, cost, method_for, needs_fits, result_of, score
+from declutr.evaluation.senteval.scores import Method, Protocol, Report, TaskResult, cost, method_for, needs_fits, score
 from declutr.evaluation.senteval.similarity import collapse_warnings, sample_rows
 from declutr.evaluation.senteval.tasks import TASKS, Inspection, TaskData, find, sentence_rows, sentences, without_train
 
@@ -279,7 +279,11 @@ def _report(
         if unit is None or unit.failed:
             missing[name] = unit.failed if unit else inspection.reason
         else:
-            results[name] = replace(result_of(inspection, protocol, unit.scores, *unit.warnings), items=unit.items)
+            assert inspection.data is not None  # as all usable ones have
+            splits, warnings = inspection.data.splits, (*unit.warnings, *inspection.findings)
+            scored = sum(len(split) for part, split in splits.items() if part not in ("train", "dev"))
+            scores = dict(unit.scores)
+            results[name] = TaskResult(name, protocol, scores, scored, inspection.standing, warnings, unit.items)
     for task in TASKS:
         if method_for(task, protocol) is not None and task.name not in results:
             missing.setdefault(task.name, "not asked for")

@@ -40,7 +40,6 @@ from declutr.evaluation.senteval.tasks import (
     STS,
     STSB_MULTI,
     TRANSFER,
-    Inspection,
     SentEvalTask,
     Split,
     Standing,
@@ -203,17 +202,6 @@ class Report:
             "missing": dict(self.missing),
             "averages": [asdict(average) for average in self.averages()],
         }
-
-
-def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, float], *warnings: str) -> TaskResult:
-    """Combine scores with the standing and warnings of their data."""
-    assert inspection.usable
-    assert inspection.data is not None
-    splits = inspection.data.splits
-    scored = sum(len(split) for name, split in splits.items() if name not in ("train", "dev"))
-    return TaskResult(
-        inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *inspection.findings)
-    )
 
 
 Method = Literal["procedure", "cosine", "geometry"]
