@@ -209,7 +209,7 @@ def _features(split: Split, rows: Mapping[str, int], embeddings: Array, data: Ta
         return first
     second = embeddings[[rows[text] for text in split.second]]
     parts = [np.abs(first - second), first * second]
-    if data.task.features == "pair_product_difference":
+    if data.task.keep_both:
         parts = [first, second, parts[1], parts[0]]
     made: Array = np.concatenate(parts, axis=1)
     return made

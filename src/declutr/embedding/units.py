@@ -229,7 +229,14 @@ def embed_unit(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
-                    writer.write_batch(_batch(schema, rows, ids, places, values))
+                    columns = {
+                        "row": pa.array(rows, pa.int64()),
+                        "id": pa.array(ids, pa.string()),
+                        **{name: pa.array([getattr(place, name) for place in places], kind) for name, kind in PLACES},
+                        "embedding": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]),
+                    }
+                    arrays = [columns[name] for name in schema.names]
+                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
                 if report is not None:
                     now = reader.bytes_read
                     report(len(texts), now - seen_bytes)
@@ -288,16 +295,6 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
         if shape.dtype == "int8":
             kept = np.rint(kept * (127 / np.maximum(np.abs(kept).max(axis=1, keepdims=True, initial=0), 1e-30)))
         return np.ascontiguousarray(kept, dtype=shape.dtype)
-
-
-def _batch(
-    schema: pa.Schema, rows: list[int], ids: list[str], places: list[Passage], values: NDArray[Any]
-) -> pa.RecordBatch:
-    embedding = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-    columns = [pa.array(rows, pa.int64()), *([pa.array(ids, pa.string())] if "id" in schema.names else [])]
-    if "start" in schema.names:
-        columns += [pa.array([getattr(place, name) for place in places], kind) for name, kind in PLACES]
-    return pa.RecordBatch.from_arrays([*columns, embedding], schema=schema)
 
 
 Keyed = tuple[Record, str | None]

@@ -262,7 +262,7 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
 
     def features(split: Split) -> Table:
         sides = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
-        return table(*sides, keep_both=task.features == "pair_product_difference")
+        return table(*sides, keep_both=task.keep_both)
 
     splits = data.splits.items()  # train, dev and test, or those of the three that the procedure has
     if task.procedure == "relatedness":
