@@ -37,29 +37,6 @@ class Table:
         size = self.first.shape[1]
         return size if self.second is None else size * (4 if self.keep_both else 2)
 
-    def buffer(self, num_rows: int) -> Tensor:
-        """Flat memory for the features of `num_rows` rows."""
-        return torch.empty(num_rows * self.width, dtype=torch.float32)
-
-    def take(self, rows: Tensor, buffer: Tensor) -> Tensor:
-        """Features of `rows` (any shape), `(*rows.shape, width)`, written into the flat `buffer` of `buffer`."""
-        flat = rows.reshape(-1)
-        out = buffer[: len(flat) * self.width].view(len(flat), self.width)
-        if self.second is None:
-            torch.index_select(self.first, 0, flat, out=out)
-        else:  # by batch, which stays in the cache: SNLI's 550,000 pairs would take 6.8 GB
-            first, second = self.first.index_select(0, flat), self.second.index_select(0, flat)
-            parts = out.unflatten(1, (-1, first.shape[1])).unbind(1)
-            if self.keep_both:
-                parts[0].copy_(first)
-                parts[1].copy_(second)
-                torch.mul(first, second, out=parts[2])
-                torch.sub(first, second, out=parts[3]).abs_()
-            else:
-                torch.mul(first, second, out=parts[1])
-                torch.sub(first, second, out=parts[0]).abs_()
-        return out.view(*rows.shape, self.width)
-
 
 class BlockBuffer:
     """Memory for the rows of a block of `num_sets` sets, for `num_rows` of each, which are at least `batch_size`."""
@@ -68,15 +45,31 @@ class BlockBuffer:
         fitting = _BLOCK_BYTES // (4 * features.width)
         self.num_sets = max(1, min(num_sets, fitting // batch_size))
         self.num_rows = max(batch_size, fitting // self.num_sets)
-        self._features, self._flat = features, features.buffer(self.num_sets * self.num_rows)
+        self._features = features
+        self._flat = torch.empty(self.num_sets * self.num_rows * features.width, dtype=torch.float32)
 
     def blocks(self, num_sets: int) -> Iterator[slice]:
         """Slices of the sets, each small enough to fit."""
         return (slice(start, start + self.num_sets) for start in range(0, num_sets, self.num_sets))
 
     def take(self, rows: Tensor) -> Tensor:
-        """Features of rows (S, B)."""
-        return self._features.take(rows, self._flat)
+        """Features of rows (S, B), `(S, B, width)`, which the next call overwrites."""
+        features, flat = self._features, rows.reshape(-1)
+        out = self._flat[: len(flat) * features.width].view(len(flat), features.width)
+        if features.second is None:
+            torch.index_select(features.first, 0, flat, out=out)
+        else:  # by batch, which stays in the cache: SNLI's 550,000 pairs would take 6.8 GB
+            first, second = features.first.index_select(0, flat), features.second.index_select(0, flat)
+            parts = out.unflatten(1, (-1, first.shape[1])).unbind(1)
+            if features.keep_both:
+                parts[0].copy_(first)
+                parts[1].copy_(second)
+                torch.mul(first, second, out=parts[2])
+                torch.sub(first, second, out=parts[3]).abs_()
+            else:
+                torch.mul(first, second, out=parts[1])
+                torch.sub(first, second, out=parts[0]).abs_()
+        return out.view(*rows.shape, features.width)
 
 
 def table(first: ArrayLike, second: ArrayLike | None = None, keep_both: bool = False) -> Table:

@@ -24,7 +24,7 @@ from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from declutr.evaluation.senteval.classifier import Examples, fit_many
-from declutr.evaluation.senteval.features import Table, TrainingSet, hold_out, orders, stratified_folds
+from declutr.evaluation.senteval.features import BlockBuffer, Table, TrainingSet, hold_out, orders, stratified_folds
 from declutr.evaluation.senteval.network import (
     DEFAULT_RATES,
     ClassifierConfig,
@@ -187,22 +187,20 @@ def relatedness(
 
 def predict(network: Network, features: Table) -> NDArray[np.float64]:
     """Means (N,) of the predicted distributions."""
-    buffer = features.buffer(min(len(features), _SCORING_ROWS))
+    buffer = BlockBuffer(features, 1, _SCORING_ROWS)
     places = torch.arange(len(features))
-    parts = [
-        torch.softmax(network.forward(features.take(part[None], buffer)), 2)[0, 0]
-        for part in places.split(_SCORING_ROWS)
-    ]
+    batches = places.split(_SCORING_ROWS)
+    parts = [torch.softmax(network.forward(buffer.take(part[None])), 2)[0, 0] for part in batches]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
     return np.arange(1, NUM_BINS + 1) @ shares
 
 
 def _pass(features: Table, target: Tensor, order: Tensor, network: Network, updates: Updates) -> None:
-    buffer = features.buffer(_BATCH)
+    buffer = BlockBuffer(features, 1, _BATCH)
     gradients = [torch.empty_like(p) for p in network.parameters]
     targets = target[order].mT  # (bins, N): rows come last, as in the network
     for start, places in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
-        rows = features.take(places[None], buffer)
+        rows = buffer.take(places[None])
         shares = torch.softmax(network.forward(rows), 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
         outer = (shares - targets[:, start : start + len(places)]).mul_(2 / (len(places) * NUM_BINS)).mul_(shares)
