@@ -238,6 +238,7 @@ class SearchIndex:
         hybrid = self.facts.hybrid
         self._words = StoredWords(folder, self.facts.rows, hybrid.kind) if hybrid else None
         self.weight = hybrid.weight if hybrid else 0.0
+        """Weight of the words; 0 without words."""
 
     def check(self, encoder: SentenceEncoder) -> None:
         """Check that an encoder made this index.
@@ -323,7 +324,7 @@ def _checked_facts(folder: Path) -> IndexFacts:
     return facts
 
 
-class Searcher:
+class Searcher(SearchIndex):
     """An open index, for a service: its threads may share it, and it answers them one after the other.
 
     Args:
@@ -345,21 +346,16 @@ class Searcher:
         weight: float | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self._index = SearchIndex(expand(str(index)))
+        super().__init__(expand(str(index)))
         if weight is not None:
-            if self._index.facts.hybrid is None:
+            if self.facts.hybrid is None:
                 raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
-            self._index.weight = weight
+            self.weight = weight
         from declutr.encoders.loading import encoder_of_index  # loads torch, which no problem of the index waits for
 
-        self._encoder = encoder_of_index(self._index.facts.choice, model, trust_remote_code=trust_remote_code)
-        self._index.check(self._encoder)
+        self._encoder = encoder_of_index(self.facts.choice, model, trust_remote_code=trust_remote_code)
+        self.check(self._encoder)
         self._lock = threading.Lock()
-
-    @property
-    def weight(self) -> float:
-        """Weight of the words; 0 without words."""
-        return self._index.weight
 
     def search(self, query: str, top: int = 10) -> list[Hit]:
         """The best `top` texts for a query, best first; of an index of passages the best passage of each text.
@@ -371,10 +367,10 @@ class Searcher:
             raise UsageError(f"top = {top}: must be at least 1")
         if not query.strip():
             raise UsageError("the query is empty; give at least one word")
-        if not self._index.facts.rows:
+        if not self.facts.rows:
             raise UsageError(NO_TEXT)
         with self._lock:  # the encoder sets the number of torch's threads, which all threads share
-            return self._index.hits(self._index.embed(self._encoder, query), top, query)
+            return self.hits(self.embed(self._encoder, query), top, query)
 
 
 def search(index: str | PathLike[str], query: str, top: int = 10, **settings: Any) -> list[Hit]:

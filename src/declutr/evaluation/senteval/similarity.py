@@ -102,9 +102,8 @@ def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.fl
     """
     pairs = {}
     for name, split in data.splits.items():
-        if split.second is None:
-            raise ValueError("rows without a second sentence have no cosine")
-        first, second = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second))
+        sides = (split.first, split.second or ())  # all of its rows are pairs
+        first, second = (embeddings[[rows[text] for text in side]] for side in sides)
         pairs[name] = cosines(first, second), split.labels.astype(np.float64)
     return aggregate(pairs)
 
