@@ -52,7 +52,7 @@ def test_every_fit_is_the_fit_alone(data, name):
     for (place, one), (number, decay) in itertools.product(enumerate(sets), enumerate(DECAYS)):
         alone = plain.Classifier(config, 3, decay)
         alone.fit(features[one.train], labels[one.train], (features[one.dev], labels[one.dev]))
-        assert fits.accuracies()[place, number] == alone.score(features[one.dev], labels[one.dev])
+        assert fits.accuracies[place, number] == alone.score(features[one.dev], labels[one.dev])
         state = list(alone.model.parameters())
         for ours, theirs in zip(fits.network.parameters, state, strict=True):
             torch.testing.assert_close(ours[place, number], theirs.data, rtol=1e-3, atol=1e-5)
@@ -71,7 +71,7 @@ def test_sets_that_do_not_fit_in_memory_together_are_the_same(data):
     together = fit_many(held, held, sets, DECAYS[:1], config, 3)
     for place, one in enumerate(sets):
         alone = fit_many(held, held, [one], DECAYS[:1], config, 3)
-        np.testing.assert_array_equal(together.num_right[place], alone.num_right[0])
+        np.testing.assert_array_equal(together.accuracies[place], alone.accuracies[0])
         for ours, theirs in zip(together.network.parameters, alone.network.parameters, strict=True):
             torch.testing.assert_close(ours[place], theirs[0], rtol=1e-4, atol=1e-6)
 
@@ -83,7 +83,7 @@ def test_each_set_may_have_a_decay_of_its_own(data):
     all_decays = fit_many(held, held, sets, DECAYS, config, 3)
     own = fit_many(held, held, sets, [[DECAYS[2]], [DECAYS[0]], [DECAYS[1]]], config, 3)
     for place, number in enumerate((2, 0, 1)):
-        assert own.num_right[place, 0] == all_decays.num_right[place, number]
+        assert own.accuracies[place, 0] == all_decays.accuracies[place, number]
         torch.testing.assert_close(own.network.parameters[0][place, 0], all_decays.network.parameters[0][place, number])
 
 

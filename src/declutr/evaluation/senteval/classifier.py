@@ -59,15 +59,9 @@ def examples(features: Table, labels: ArrayLike) -> Examples:
 class Fits:
     """Fitted classifiers of S sets and R decays, each in its best state."""
 
-    num_right: NDArray[np.int64]
-    """(S, R) correctly classified dev examples."""
-    num_dev: NDArray[np.int64]
-    """(S,) dev examples."""
+    accuracies: NDArray[np.float64]
+    """(S, R) best dev accuracies, in [0, 1]."""
     network: Network
-
-    def accuracies(self, sets: slice = slice(None)) -> NDArray[np.float64]:
-        """Best dev accuracies (sets, R), in [0, 1]."""
-        return self.num_right[sets] / self.num_dev[sets, None]
 
     def predict(
         self, of_set: int, decay: int, features: Table, rows: NDArray[np.int64] | None = None
@@ -109,8 +103,7 @@ def fit_many(
     back = np.argsort(places)
     states = zip(*(part.network.parameters for part in parts), strict=True)
     return Fits(
-        np.concatenate([part.num_right for part in parts])[back],
-        np.concatenate([part.num_dev for part in parts])[back],
+        np.concatenate([part.accuracies for part in parts])[back],
         Network([torch.cat(parameters)[torch.from_numpy(back)] for parameters in states]),
     )
 
@@ -140,7 +133,6 @@ class _Group:
         self.orders = {stream: orders(config.seed, *stream) for stream in self.streams}
         self.members = Padded.of([s.train for s in sets])
         self.dev_members = Padded.of([s.dev for s in sets])
-        self.num_dev = np.array([len(s.dev) for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
 
     def fit(self) -> Fits:
@@ -149,7 +141,7 @@ class _Group:
         shape = (len(self.set_places), len(self.decay_places))
         # -1: the first score is always a new best
         best_right, misses = np.full(shape, -1), np.zeros(shape, int)
-        running = np.ones(shape, bool)
+        running, num_dev = np.ones(shape, bool), self.dev_members.sizes.numpy()[:, None]
         num_passes = 0
         while running.any() and num_passes <= config.max_epoch:
             self._train()
@@ -163,7 +155,7 @@ class _Group:
             running[here] &= ~(missed & (misses[here] >= config.tenacity))
             misses[here] += missed  # in total, not in a row: so counts the official code
             self._compact(running[here])
-        return Fits(best_right, self.num_dev, self.best)
+        return Fits(best_right / num_dev, self.best)
 
     def _train(self) -> None:
         """Train every remaining set for `epoch_size` passes, block after block of sets."""

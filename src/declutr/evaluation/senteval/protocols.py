@@ -56,7 +56,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> O
     ]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
     num_folds = config.num_folds
-    means = [_means(fits.accuracies(slice(num_folds * fold, num_folds * (fold + 1)))) for fold in range(num_folds)]
+    means = [_means(fits.accuracies[num_folds * fold : num_folds * (fold + 1)]) for fold in range(num_folds)]
     chosen = [int(np.argmax(mean)) for mean in means]
     best = [[config.decays[decay]] for decay in chosen]
     refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)
@@ -75,7 +75,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     labels = train.labels.numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
-    means = _means(fits.accuracies())
+    means = _means(fits.accuracies)
     chosen = int(np.argmax(means))  # the first of equal ones, as in the official code
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
@@ -93,7 +93,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     """
     only = TrainingSet(np.arange(len(train.labels)), np.arange(len(dev.labels)))
     fits = fit_many(train, dev, [only], config.decays, config, num_classes)
-    scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
+    scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies[0].tolist()]
     chosen = int(np.argmax(scores))
     # The official code repeats this fit with the same seed, which gives the same weights.
     right = fits.predict(0, chosen, test.features) == test.labels.numpy()
