@@ -186,7 +186,7 @@ def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(en
     builder = CandidateBuilder(
         validated("adapt", AdaptConfig, {"encoder": str(encoder), "corpus": ["-"]}), tmp_path, tmp_path
     )
-    builder.keep_closed(start, sums)
+    builder.make(CLOSED, start, 0, sums)
     layer = builder.load(CLOSED).after[1].linear.weight.detach().numpy()
     assert layer == pytest.approx(whitening(WithinSums.of(rows, found.owners)), rel=1e-5)
 

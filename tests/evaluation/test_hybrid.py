@@ -59,7 +59,7 @@ def test_hybrid_score_is_cosine_plus_weighted_lexical_score(embedded, tmp_path, 
     index = SearchIndex(tmp_path / "index")
     for query in QUERIES:
         cosines, lexical = plain(query, kind)
-        hits = index.search(load_encoder(ENCODER), query)
+        hits = index.hits(index.embed(load_encoder(ENCODER), query), 10, query)
         assert len(hits) == len(TEXTS)
         for hit in hits:
             assert hit.text == TEXTS[hit.row]

@@ -9,9 +9,9 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
+from declutr.embedding.build import PLANE_ROWS, SHARE, fit_plane, sample_rows
 from declutr.embedding.build import index as build_index
 from declutr.embedding.index import INDEX, SearchIndex, StoredVectors, best_rows
-from declutr.embedding.map import PLANE_ROWS, SHARE, fit_plane, sample_rows
 from declutr.embedding.units import Shape, shaped
 from declutr.encoders.loading import load_encoder
 
@@ -323,7 +323,7 @@ def test_map_of_many_texts_is_fitted_to_some_and_is_the_same_every_time(tmp_path
     assert table["text"].to_pylist() == texts
     np.testing.assert_array_equal(np.stack(table["vector"].to_numpy()), stored(output))
     units = unit_vectors(tmp_path / "a")
-    rows = sample_rows(len(texts), PLANE_ROWS)
+    rows = sample_rows(len(texts))
     assert len(set(rows.tolist())) == PLANE_ROWS
     np.testing.assert_array_equal(rows, np.sort(rows))
     places = fit_plane(units[rows]).place(units)

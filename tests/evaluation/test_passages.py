@@ -151,7 +151,7 @@ def test_a_search_names_each_document_once_with_its_best_passage(tmp_path, model
         assert text.text in source
         assert text.text.split("\n")[0] in source.splitlines()[text.line - 1]
     for query in ("zeppelin", "engine pump"):
-        hits = index.search(encoder, query)
+        hits = index.hits(index.embed(encoder, query), 10, query)
         assert len(hits) == 2
         for hit in hits:
             of_document = [row for row, text in enumerate(texts) if text.source == hit.source]

@@ -8,11 +8,11 @@ import pytest
 from messages import says
 from pages import checked
 
-from declutr.evaluation.blocks import compare, literature
 from declutr.evaluation.senteval.harness import Evaluated
-from declutr.evaluation.senteval.scores import RECALLS, Report, TaskResult, averages
+from declutr.evaluation.senteval.retrieval import RECALLS
+from declutr.evaluation.senteval.scores import Report, TaskResult, averages
 from declutr.evaluation.senteval.tasks import DOWNSTREAM, PROBING, STS, TRANSFER
-from declutr.evaluation.tables import markdown, remarks, write_tables
+from declutr.evaluation.tables import compare, literature, markdown, remarks, write_tables
 from declutr.report.page import write_scores_page
 
 HOSTILE = "<script>alert(1)</script>|a*b"

@@ -7,16 +7,16 @@ from threads import one_thread
 
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
-from declutr.evaluation.senteval.features import pair_table, table
+from declutr.evaluation.senteval.features import table
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
 from declutr.evaluation.senteval.retrieval import recalls
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures(one_thread.__name__)]
-PRESETS = {"default": ClassifierConfig.official(), "prototyping": ClassifierConfig.prototyping()}
+PRESETS = {"default": ClassifierConfig(), "prototyping": ClassifierConfig.prototyping()}
 NAMES = (
     *("inner_MR_like", "inner_imbalanced", "kfold_TREC_like", "kfold_MRPC_like"),
-    *("split_SST5_like", "split_probing_like", "split_probing_mlp50"),
+    *("split_SST5_like", "split_probing_like"),
 )
 
 
@@ -39,32 +39,29 @@ def test_accuracies_are_the_recorded_ones(cases, name, preset):
     if preset not in case["expected"]:
         pytest.skip("not recorded")
     expected = case["expected"][preset]
-    config = PRESETS[preset].model_copy(update={"num_folds": case.get("kfold", 5), "num_hidden": case.get("nhid", 0)})
+    config = PRESETS[preset].model_copy(update={"num_folds": case.get("kfold", 5)})
     parts = [
         examples(table(arrays[f"X_{part}"]), arrays[f"y_{part}"])
         for part in ("all", "train", "valid", "test")
         if f"X_{part}" in arrays
     ]
     protocol = {"InnerKFold": protocols.inner_kfold, "KFold": protocols.kfold, "Split": protocols.split}[case["kind"]]
-    scores = protocol(*parts, 1 + max(int(part.labels.max()) for part in parts), config)
-    assert (scores.dev_accuracy, scores.accuracy) == (expected["devacc"], expected["acc"])
-    if "fold_acc" in expected:
-        assert list(scores.fold_accuracies) == expected["fold_acc"]
-    if "f1" in expected:
-        assert scores.f1 == expected["f1"]
+    scores, _ = protocol(*parts, 1 + max(int(part.labels.max()) for part in parts), config)
+    assert {name: scores[name] for name in ("devacc", "acc", "f1") if name in expected} == {
+        name: expected[name] for name in ("devacc", "acc", "f1") if name in expected
+    }
 
 
 def test_relatedness_is_the_recorded_one(cases):
     case, arrays = cases["relatedness"]
     parts = [
-        Pairs(pair_table(arrays["X_A"][start:end], arrays["X_B"][start:end]), arrays["y_score"][start:end])
+        Pairs(table(arrays["X_A"][start:end], arrays["X_B"][start:end]), arrays["y_score"][start:end])
         for start, end in case["split"]
     ]
-    scores, expected = relatedness(*parts), case["expected"]
-    assert scores.num_passes == case["epochs"]
-    correlations = [expected[name] for name in ("devpearson", "pearson", "spearman")]
-    np.testing.assert_allclose([scores.dev_pearson, scores.pearson, scores.spearman], correlations, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(scores.predicted, arrays["yhat"], atol=1e-5, rtol=0)
+    (scores, predicted), expected = relatedness(*parts), case["expected"]
+    names = ("devpearson", "pearson", "spearman")
+    np.testing.assert_allclose([scores[name] for name in names], [expected[name] for name in names], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(predicted, arrays["yhat"], atol=1e-5, rtol=0)
 
 
 def test_scores_become_the_recorded_bins(cases):
@@ -76,6 +73,5 @@ def test_recalls_are_the_recorded_ones(cases):
     case, arrays = cases["retrieval"]
     images, captions = (torch.nn.functional.normalize(torch.from_numpy(arrays[name])) for name in ("X_img", "X_cap"))
     found = recalls(images[::5], captions)  # recorded with an image for each of its five captions
-    assert list(found.to_text) == case["expected"]["i2t"]
-    assert list(found.to_image) == case["expected"]["t2i"]
-    assert found.total / 6 == pytest.approx(case["expected"]["six_recall_mean"])
+    assert list(found) == [*case["expected"]["i2t"][:3], *case["expected"]["t2i"][:3]]  # without the median ranks
+    assert sum(found) / 6 == pytest.approx(case["expected"]["six_recall_mean"])

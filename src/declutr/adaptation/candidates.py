@@ -106,14 +106,8 @@ class CandidateBuilder:
         """Loads a candidate that exists."""
         return load_transformer(self.place(name), self.config.trust_remote_code)
 
-    def keep_closed(self, start: TransformerEncoder, sums: "WithinSums") -> None:
-        """Writes the closed form of these sums unless it exists."""
-        if not self.place(CLOSED).is_dir():
-            with atomic_folder(self.place(CLOSED)) as aside:
-                write_whitened(start, sums, aside)
-
-    def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
-        """Makes a candidate unless it exists."""
+    def make(self, name: str, start: TransformerEncoder, steps: int, sums: "WithinSums | None" = None) -> None:
+        """Makes a candidate unless it exists; the closed form by `sums`, else by those of the training documents."""
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
@@ -126,7 +120,7 @@ class CandidateBuilder:
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
-                write_whitened(origin, within_sums(origin, self.data), aside)
+                write_whitened(origin, sums or within_sums(origin, self.data), aside)
             elif name == TRAINED:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
             else:
@@ -186,17 +180,12 @@ class WithinSums:
         return WithinSums(*sums)
 
 
-def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKAGE) -> F64:
-    """`(D, D)` symmetric matrix W = C^-power, to be applied to unit embeddings.
+def whitening(sums: WithinSums) -> F64:
+    """`(D, D)` symmetric matrix W = C^-power, to be applied to unit embeddings; a power of 0.5 whitens completely.
 
     C is the covariance within documents, scatter / (S - documents), shrunk to the identity and scaled to a mean
     eigenvalue of 1: C = (S / mean + shrinkage * I) / (1 + shrinkage). With a shrinkage above 0 it is invertible for any
     number of documents, also for fewer than D.
-
-    Args:
-        sums: of all documents.
-        power: 0 changes nothing, 0.5 whitens completely.
-        shrinkage: weight of the identity.
 
     Raises:
         UsageError: no document has two spans, or the spans of each document have the same embedding.
@@ -214,21 +203,21 @@ def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKA
             f"the {sums.spans:,} spans of {sums.documents:,} documents have the same embedding as the others of their "
             "document: there is nothing to whiten; check that the documents are not empty or repeated text"
         )
-    shrunk = (np.maximum(values, 0.0) / mean + shrinkage) / (1 + shrinkage)  # rounding makes zeros negative
-    matrix: F64 = (vectors * shrunk**-power) @ vectors.T
+    shrunk = (np.maximum(values, 0.0) / mean + SHRINKAGE) / (1 + SHRINKAGE)  # rounding makes zeros negative
+    matrix: F64 = (vectors * shrunk**-POWER) @ vectors.T
     return matrix
 
 
 def passage_ids(
-    documents: pa.Table, count: int, max_content: int, vocabulary: Vocabulary
+    documents: pa.Table, max_content: int, vocabulary: Vocabulary
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Token ids of at most `count` passages of each document, and the number of the document of each.
+    """Token ids of at most four passages of each document, and the number of the document of each.
 
-    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap.
+    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap. A document with
+    fewer windows has one for each.
 
     Args:
         documents: n rows of the shards.
-        count: passages of a document; a document with fewer windows has one for each.
         max_content: most tokens of a passage without special ones.
         vocabulary: ids of the tokenizer.
 
@@ -244,7 +233,7 @@ def passage_ids(
     for document in range(len(documents)):
         starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
         length = min(int(starts[1] - starts[0]), max_content)  # a document's last window may be longer
-        chosen = starts[np.linspace(0, len(starts) - 1, min(count, len(starts))).round().astype(np.int64)]
+        chosen = starts[np.linspace(0, len(starts) - 1, min(_PASSAGES, len(starts))).round().astype(np.int64)]
         for start in (offsets[document] + chosen).tolist():
             rows.append([*before, *tokens[start : start + length].tolist(), *after])
             owners.append(document)
@@ -266,7 +255,7 @@ def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
     with bar(total=split.num_documents, desc="covariance", unit="documents") as progress:
         for start in range(0, split.num_documents, _BLOCK_DOCUMENTS):  # so that memory does not grow with the corpus
             documents = split.take(np.arange(start, min(start + _BLOCK_DOCUMENTS, split.num_documents)))
-            rows, owners = passage_ids(documents, _PASSAGES, room, vocabulary)
+            rows, owners = passage_ids(documents, room, vocabulary)
             block = WithinSums.of(encoder.embed_ids(rows), owners)
             sums = sums + block if sums else block
             progress.update(block.documents)

@@ -14,8 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
-from declutr.adaptation.checks import ENCODER, REPORT, check_lengths, checked, own_words
-from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, State, opened
+from declutr.adaptation.config import (
+    BATCH_DOCUMENTS,
+    ENCODER,
+    LONG_TOKENS,
+    REPORT,
+    WINDOW_TOKENS,
+    AdaptConfig,
+    State,
+    check_lengths,
+    checked,
+    opened,
+    own_words,
+)
 from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
@@ -131,7 +142,7 @@ class _Adaptation:
             check_lengths(prepared, self.start.tokenizer)
         with own_words():
             manifest = prepare(prepared)
-        self.state.begin(self.start.fingerprint)  # until here another corpus may be named
+        self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
@@ -152,7 +163,21 @@ class _Adaptation:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
         scored = self._development(development)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
-        return self._judged(test, candidates, choose(candidates, scored, self.primary, self.config.seed))
+        chosen = choose(candidates, scored, self.primary, self.config.seed)
+        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
+        # counted before the scores: a stop after them is a look, too
+        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
+        start = self._scored(test, self.start)
+        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
+        self._keep("test", {_START: start, **values})
+        seed = self.config.seed
+        rows = [Row.of(_START, "start", start, start, seed)]
+        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
+        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
+        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
+        encoder = self.builder.load(chosen)
+        examples = _examples(test, self.start, encoder)
+        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
@@ -193,37 +218,20 @@ class _Adaptation:
         if self.config.steps == 0:
             return 0
         if decided := self.config.steps or self.state.steps:
-            self.state.decide_steps(decided)  # once, as a run in the folder refuses other steps
+            self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
         timed_ids = test.passages.ids[:_TIMED_PASSAGES]
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
         steps = steps_within(self.state.seconds_left, rate, documents)
-        self.state.decide_steps(steps)
+        self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             get_logger().warning(
                 "--minutes %g: too few for a training on this machine; only the closed form is tried",
                 self.config.minutes,
             )
         return steps
-
-    def _judged(self, test: TestSet, candidates: Sequence[str], chosen: str) -> Result:
-        """The verdict on the chosen candidate, with every row of the table on test documents."""
-        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
-        # counted before the scores: a stop after them is a look, too
-        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        start = self._scored(test, self.start)
-        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        self._keep("test", {_START: start, **values})
-        seed = self.config.seed
-        rows = [Row.of(_START, "start", start, start, seed)]
-        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
-        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
-        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
-        encoder = self.builder.load(chosen)
-        examples = _examples(test, self.start, encoder)
-        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _few(self, passages: Passages) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
@@ -242,7 +250,7 @@ class _Adaptation:
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         # The fit whose five parts were judged, with the documents that each part left out.
-        self.builder.keep_closed(self.start, sums)
+        self.builder.make(CLOSED, self.start, 0, sums)
         verdict = judge(start, values, DISTANT, seed)
         return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [], _FITS)
 

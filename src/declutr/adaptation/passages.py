@@ -133,13 +133,6 @@ class Passages:
         far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= FAR_TOKENS
         return far
 
-    @cached_property
-    def galleries(self) -> NDArray[np.int64]:
-        """`(8, n)` passages: one of every document, at the same place relative to the document's length."""
-        counts = np.bincount(self.owners, minlength=self.num_documents)
-        first = np.cumsum(counts) - counts
-        return first + np.arange(_PASSAGES)[:, None] * counts // _PASSAGES
-
     def distant(self, scores: F32) -> F64:
         """`(n,)` recall@1 of passages that search another one of their document, NaN without a distant pair.
 
@@ -150,7 +143,9 @@ class Passages:
             scores: `(P, P)`, row searches column.
         """
         hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
-        for gallery in self.galleries:
+        counts = np.bincount(self.owners, minlength=self.num_documents)
+        for place in range(_PASSAGES):  # relative to the length of every document
+            gallery = np.cumsum(counts) - counts + place * counts // _PASSAGES
             own = gallery[self.owners]
             far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS  # nearer passages share words
             table = scores[:, gallery]
@@ -190,7 +185,9 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     engine.no_truncation()  # passages are cut here, from the whole document
     engine.no_padding()
-    before, after = _specials(engine)
+    example = engine.encode("a", add_special_tokens=True)
+    places = [place for place, special in enumerate(example.special_tokens_mask) if not special]
+    before, after = example.ids[: places[0]], example.ids[places[-1] + 1 :]
     texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
     number = 0
     for headings, body in parts:
@@ -226,10 +223,3 @@ def _headings(text: str) -> tuple[list[str], str]:
         elif num_words(heading) > 1:
             headings.append(heading)
     return headings, "\n".join(kept)
-
-
-def _specials(engine: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids before and after the tokens of a text."""
-    encoding = engine.encode("a", add_special_tokens=True)
-    places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-    return encoding.ids[: places[0]], encoding.ids[places[-1] + 1 :]

@@ -166,8 +166,8 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
             for other in order[place + 1 :]
         ]
         if not any(comparison.measurable and comparison.difference > 0 for comparison in comparisons):
-            return name
-    raise ValueError("there is no candidate")
+            break
+    return name  # of the last one none is dearer
 
 
 @dataclass(frozen=True)

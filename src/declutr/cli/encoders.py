@@ -79,7 +79,7 @@ def run_index(arguments: list[str]) -> int:
     from declutr.embedding.note import read_note
 
     read_note(options.embeddings)  # its problems need not wait for torch
-    from declutr.embedding.build import index, sentences
+    from declutr.embedding.build import SHARE, index, sentences
     from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES
 
@@ -95,8 +95,6 @@ def run_index(arguments: list[str]) -> int:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
     if options.parquet:
         import pyarrow.parquet as pq
-
-        from declutr.embedding.map import SHARE
 
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
         command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
@@ -128,7 +126,7 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
-    from declutr.embedding.search import Searcher
+    from declutr.embedding.index import Searcher
 
     searcher = Searcher(options.index, model=options.model, weight=options.weight,
                         trust_remote_code=options.trust_remote_code)  # fmt: skip
@@ -174,7 +172,7 @@ def run_adapt(arguments: list[str]) -> int:
     if problems and not {"pairs", "stsb"} & set(options):  # whose problems are named beside these
         return refused("\n".join(problems))  # before torch and Ray are loaded
     setup_logging("adapt")
-    from declutr.adaptation.checks import REPORT
+    from declutr.adaptation.config import REPORT
     from declutr.adaptation.job import adapt
 
     result = adapt(**options)

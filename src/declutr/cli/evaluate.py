@@ -259,8 +259,8 @@ def _check_and_score(options: argparse.Namespace) -> int:
         _say("\n".join(overview(inspections)))
         failed |= any(inspection.standing == "refused" for inspection in inspections)
         failed |= not any(inspection.usable for inspection in inspections)
-    classifier = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
-    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[options.protocol], classifier=classifier)
+    classifier = ClassifierConfig() if options.preset == "official" else ClassifierConfig.prototyping()
+    choice = ScoringChoice(protocols=_PROTOCOLS[options.protocol], classifier=classifier)
     if options.encoders or options.pretrained:
         failed |= bool(tests) and not _score_nanobeir(options, tests)
         failed |= bool(names) and not _score_senteval(options, inspections, choice)

@@ -35,7 +35,6 @@ from declutr.embedding.units import (
     embed_unit,
     finished,
     identify,
-    located,
     part_schema,
     plan,
 )
@@ -89,7 +88,13 @@ def embed(
         raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = located(validated("embed", EmbedConfig, parts | values))
+    config = validated("embed", EmbedConfig, parts | values)
+    # absolute paths, because workers run in another folder, and the note is read from anywhere
+    places = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
+    choice = config.choice
+    if Path(choice.model).exists():
+        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
+    config = config.model_copy(update={"inputs": places, "choice": choice, "output": config.output.absolute()})
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [config.output, note_path(config.output)]):
             raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
@@ -128,10 +133,10 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     """Load the encoder, embed what is not done, assemble the parts, write the note, and remove the parts."""
-    from declutr.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
+    from declutr.encoders.loading import load_encoder  # loads torch, which no problem of the inputs waits for
 
     output = config.output
-    encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+    encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     if config.passages:
@@ -322,10 +327,10 @@ class UnitEmbedder:
     """Ray worker with an encoder that embeds one unit after the other, if its `vectors_fingerprint` is `vectors`."""
 
     def __init__(self, config: EmbedConfig, folder: str, vectors: str) -> None:
-        from declutr.encoders.loading import encoder_of
+        from declutr.encoders.loading import load_encoder
 
         self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+        self._encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
         self._problem = ""
         # The encoder that a name means may change meanwhile: that of a run is its newest checkpoint.
         if vectors_fingerprint(self._encoder) != vectors:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from declutr.common.config import first_problem
 from declutr.common.errors import UsageError
-from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig, Shape, shaped
-from declutr.encoders.protocol import Precision
+from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig
+from declutr.encoders.protocol import Precision, unit_rows
 
 
 class Note(Coverage):
@@ -82,8 +82,7 @@ def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
 
 def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
     """Yield chunks of embeddings, scaled to length 1."""
-    unit = Shape(normalise=True)
-    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
+    return (unit_rows(chunk.astype(np.float32)) for chunk in finite_vectors(embeddings, note))
 
 
 def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.errors import UsageError
-from declutr.encoders.protocol import SentenceEncoder, Window, window_of
+from declutr.encoders.protocol import SentenceEncoder, Window
 
 _HEADING, _PARAGRAPH, _SENTENCE, _LINE, _WORD, _INSIDE = 5, 4, 3, 2, 1, 0
 _MARKS = "=-~^\"'*+`"  # by level
@@ -62,10 +62,10 @@ class Cutter:
     """
 
     def __init__(self, encoder: SentenceEncoder, headings: bool = False) -> None:
-        window = window_of(encoder)
-        if window is None:
+        window: Window | None = getattr(getattr(encoder, "whole", encoder), "window", None)
+        if window is None:  # words alone
             raise UsageError(f"--passages: {encoder.name} has no tokenizer and reads a text of any length; omit it")
-        self._window: Window = window
+        self._window = window
         self._limit = max(1, window.tokens - _MARGIN)
         self._headings = headings
 

@@ -21,7 +21,6 @@ from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
 from declutr.encoders.protocol import MOST_PROMPT, Window, check_vocabulary, texts_of, token_counts
 from declutr.trainer.model.behind import ModuleFiles
-from declutr.trainer.model.behind import kind_of as module_kind
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
@@ -196,14 +195,3 @@ class StaticEncoder:
             # a text without tokens gives 0
             means = F.embedding_bag(flat, self._table, torch.from_numpy(starts), mode="mean")
             return (F.normalize(means, dim=-1) if self._unit else means).numpy()
-
-
-def kind_of(folder: Path) -> type[OnnxEncoder] | type[StaticEncoder] | None:
-    """The class of an export; None if the folder is something else."""
-    if (folder / SETTINGS).is_file():
-        return OnnxEncoder
-    try:
-        static = module_kind(str(read_json(folder / "modules.json")[0]["type"])) == MODULE
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return StaticEncoder if static else None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,8 @@ from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
 from declutr.common.yamlfile import read_yaml_file
-from declutr.encoders import exported
+from declutr.encoders.exported import MODULE, OnnxEncoder, StaticEncoder
+from declutr.encoders.exported import SETTINGS as ONNX_SETTINGS
 from declutr.encoders.pretrained import load_pretrained, load_run
 from declutr.encoders.protocol import (
     AnyPrecision,
@@ -32,6 +34,7 @@ from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
+from declutr.trainer.model.behind import kind_of
 from declutr.trainer.model.bounds import check_folder, check_tokenizer
 from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
@@ -173,8 +176,14 @@ def _load_exported(
     Raises:
         EncoderError: it is damaged, or an option asks for what the export has fixed.
     """
-    if (kind := exported.kind_of(path)) is None:
-        return None
+    kind: type[OnnxEncoder | StaticEncoder] = OnnxEncoder
+    if not (path / ONNX_SETTINGS).is_file():
+        try:
+            if kind_of(str(read_json(path / "modules.json")[0]["type"])) != MODULE:
+                return None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        kind = StaticEncoder
     options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
     if fixed := [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]:
         raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
@@ -197,20 +206,10 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
     Raises:
         EncoderError: the encoder cannot be loaded.
     """
-    if model:
-        return encoder_of(choice.model_copy(update={"model": model}), trust_remote_code=trust_remote_code)
-    with cache_only(f"the index that names it may come from someone else; if you trust it: --model {choice.model}"):
-        return encoder_of(choice, trust_remote_code=trust_remote_code)
-
-
-def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
-    """Load the encoder of a job or an index.
-
-    Raises:
-        EncoderError: the encoder cannot be loaded.
-    """
     options = choice.model_dump(exclude={"model", "trust_remote_code"})  # a file from somebody else grants no trust
-    return load_encoder(choice.model, **options, trust_remote_code=trust_remote_code)
+    why = f"the index that names it may come from someone else; if you trust it: --model {choice.model}"
+    with nullcontext() if model else cache_only(why):
+        return load_encoder(model or choice.model, **options, trust_remote_code=trust_remote_code)
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -68,11 +68,6 @@ class Recipe:
     prompts: dict[str, str] = field(default_factory=dict)
     """All prompts by name, of which none but the default one is put before texts here."""
 
-    @property
-    def input_size(self) -> int | None:
-        """Numbers that the first dense layer takes; None without one."""
-        return next((layer.in_features for layer in self.after.modules() if isinstance(layer, nn.Linear)), None)
-
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     """Read the recipe of a folder, or of a name at the Hugging Face hub; None if it has no modules.json.

@@ -126,9 +126,10 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
     encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
-    if recipe and recipe.input_size not in (None, encoder.hidden_size):
+    dense = [layer for layer in recipe.after.modules() if isinstance(layer, torch.nn.Linear)] if recipe else []
+    if dense and dense[0].in_features != encoder.hidden_size:
         raise EncoderError(
-            f"{name}: its first dense layer takes {recipe.input_size} numbers, and its embeddings have "
+            f"{name}: its first dense layer takes {dense[0].in_features} numbers, and its embeddings have "
             f"{encoder.hidden_size} before it; its files belong to different encoders"
         )
     try:
@@ -186,7 +187,10 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         encoder = _cached_encoder(config, tokenizer, path / ENCODER)
         checkpoint.read_state(path)
         load_parameters(path, encoder)
-        recipe = _layers_behind(config, path, encoder)
+        objective, recipe = build_objective(config.main, encoder, "drop"), None
+        if layers := objective.exported():  # those that an export contains too, such as supervised SimCSE's head
+            load_objective(path, objective)
+            recipe = Recipe("", config.encoder.pooling, torch.nn.Sequential(*layers), layers[-1].linear.out_features)
     except EncoderError:
         raise
     except Exception as error:  # the libraries raise any kind for files that they did not write
@@ -216,15 +220,6 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
             f"encoder.pretrained = {name} of the run is not in the hub's cache on this machine, and it is not fetched, "
             f"because the run may come from someone else; if you trust that name: hf download {name}"
         ) from error
-
-
-def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
-    """The layers of the objective that an export of this checkpoint contains, such as supervised SimCSE's head."""
-    objective = build_objective(config.main, encoder, "drop")
-    if not (layers := objective.exported()):
-        return None
-    load_objective(path, objective)
-    return Recipe("", config.encoder.pooling, torch.nn.Sequential(*layers), layers[-1].linear.out_features)
 
 
 def _tokenizer_of(path: Path, data: str) -> Any:

@@ -1,6 +1,7 @@
 """Interface of every sentence encoder, its cuts to smaller sizes, and the settings by which one is chosen; no torch."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -48,12 +49,6 @@ class Window:
     """Its tokenizer, which cuts nothing."""
     tokens: int
     """Most tokens of a text, without special ones and those of a prompt."""
-
-
-def window_of(encoder: SentenceEncoder) -> Window | None:
-    """The window of an encoder; None if it has no tokenizer: words alone."""
-    window: Window | None = getattr(getattr(encoder, "whole", encoder), "window", None)
-    return window
 
 
 def encode_counted(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -132,15 +127,6 @@ def near(name: str) -> str:
 _ENCODER_FILES = "config.json", "modules.json", "declutr_onnx.json"
 
 
-def _is_module(folder: Path, above: Path) -> bool:
-    """True if modules.json above the folder lists it, and not as the transformer, which is an encoder alone."""
-    try:
-        modules = {str(module["path"]): str(module["type"]) for module in read_json(above / "modules.json")}
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    return folder.name in modules and not modules[folder.name].endswith(".Transformer")
-
-
 def is_adaptation(folder: Path) -> bool:
     """Whether it is the output of `declutr adapt`, which has a state.json as a checkpoint has."""
     return (folder / "state.json").is_file() and any((folder / name).is_dir() for name in ("candidates", "data"))
@@ -149,8 +135,11 @@ def is_adaptation(folder: Path) -> bool:
 def no_encoder(folder: Path) -> str | None:
     """The problem of an existing folder without the files of an encoder; None if it has one of them."""
     above = folder.absolute().parent
-    if (folder / "config.json").is_file() and (above / "modules.json").is_file() and _is_module(folder, above):
-        return f"{folder} is one module of an encoder; name the folder above it: {above}"
+    if (folder / "config.json").is_file():
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no modules.json of an encoder is above it
+            modules = {str(module["path"]): str(module["type"]) for module in read_json(above / "modules.json")}
+            if not modules[folder.name].endswith(".Transformer"):  # which is an encoder alone
+                return f"{folder} is one module of an encoder; name the folder above it: {above}"
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
     if is_adaptation(folder):

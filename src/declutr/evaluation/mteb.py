@@ -15,8 +15,6 @@ from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
 from declutr.encoders.protocol import SentenceEncoder
 
-SCORES = "mteb.json"
-
 
 class MtebEncoder:
     """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine."""
@@ -77,4 +75,4 @@ def score_mteb(
 
 def write_mteb(scores: dict[str, dict[str, float]], output: Path) -> None:
     """Write `mteb.json`: main scores in percent by encoder and task."""
-    write_json(output / SCORES, {"mteb": mteb.__version__, "encoders": scores})
+    write_json(output / "mteb.json", {"mteb": mteb.__version__, "encoders": scores})

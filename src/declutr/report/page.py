@@ -97,8 +97,7 @@ def _environment() -> "Environment":
 
 def write_scores_page(evaluated: Sequence["Evaluated"], path: Path) -> None:
     """Writes the page of encoders' scores beside published ones."""
-    from declutr.evaluation.blocks import literature
-    from declutr.evaluation.tables import remarks, tables
+    from declutr.evaluation.tables import literature, remarks, tables
     from declutr.evaluation.tables import shown as cell
 
     published = literature()

@@ -151,8 +151,8 @@ class ItemPlan:
         """True if not all cells, seeds and columns of the scale are here."""
         self.results = "results-part" if self.partial else "results"
         """Name of the files with the results, without its end. A part does not replace the results of the whole."""
-        presets = {"official": ClassifierConfig.official, "prototyping": ClassifierConfig.prototyping}
-        self.classifier = presets[self.settings.preset]()
+        official = self.settings.preset == "official"
+        self.classifier = ClassifierConfig() if official else ClassifierConfig.prototyping()
 
     def _planned(self, labels: Mapping[str, str], source: Prepared | KnownEncoder, seed: int) -> PlannedRun:
         run = PlannedRun(labels, seed, self.folder)

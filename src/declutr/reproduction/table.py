@@ -69,7 +69,7 @@ class Scorer:
             remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
             raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
         protocols = tuple(sorted({name for pair in scored if (name := _protocol(*pair))})) or ("senteval",)
-        self._choice = ScoringChoice(tasks=tasks, protocols=protocols, classifier=plan.classifier, geometry=False)
+        self._choice = ScoringChoice(protocols=protocols, classifier=plan.classifier, geometry=False)
         self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
         """Tasks whose data are not the published ones, with their standing."""
         files = {task.task.name: [task.standing, dict(task.data.files)] for task in self._tasks if task.data}

@@ -58,7 +58,7 @@ def scored(
     encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), geometry=True, **settings
 ):
     classifier = CONFIG.model_copy(update=settings)
-    choice = ScoringChoice(tasks=choose_tasks(names), protocols=protocols, classifier=classifier, geometry=geometry)
+    choice = ScoringChoice(protocols=protocols, classifier=classifier, geometry=geometry)
     say = said.append if said is not None else lambda _: None
     return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
 
@@ -126,21 +126,22 @@ def test_a_damaged_result_is_scored_again(folder, tmp_path):
     assert json.loads(path.read_text()) | {"seconds": 0} == whole | {"seconds": 0}
 
 
-def test_a_killed_embedding_goes_on(tmp_path):
+def test_a_killed_embedding_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "PART_ROWS", 8)
     texts = [f"text {number}" for number in range(50)]
     killed = Counting(allowed=3)
     with pytest.raises(KeyboardInterrupt):
-        embed_all(killed, texts, tmp_path, lambda _: None, part_rows=8)
+        embed_all(killed, texts, tmp_path, lambda _: None)
     torn = next(tmp_path.rglob("part-00001.npy"))
     torn.write_bytes(torn.read_bytes()[:-7])
     other = Counting()
-    vectors = embed_all(other, texts, tmp_path, lambda _: None, part_rows=8)
+    vectors = embed_all(other, texts, tmp_path, lambda _: None)
     assert other.texts == texts[8:16] + texts[24:]
     rows = np.array([49, 0, 13, 13, 24])
     assert np.array_equal(vectors.take(rows), HashedWords(16).encode([texts[row] for row in rows]))
     # other texts, and another encoder, have a folder of their own
-    assert embed_all(Counting(), texts[:9], tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
-    assert embed_all(Counting(8), texts, tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
+    assert embed_all(Counting(), texts[:9], tmp_path, lambda _: None).folder != vectors.folder
+    assert embed_all(Counting(8), texts, tmp_path, lambda _: None).folder != vectors.folder
 
 
 def test_a_killed_scoring_goes_on(folder, tmp_path):
@@ -165,8 +166,9 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     assert any(": 1/1 " in line for line in said)
 
 
-def test_parts_of_another_shape_are_not_taken(tmp_path):
-    vectors = Vectors(tmp_path, 10, 4, 8)
+def test_parts_of_another_shape_are_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "PART_ROWS", 8)
+    vectors = Vectors(tmp_path, 10, 4)
     for array in (np.zeros((8, 5), np.float32), np.zeros((8, 4)), np.zeros((7, 4), np.float32)):
         np.save(vectors.path(0), array)
         assert not vectors.there(0)

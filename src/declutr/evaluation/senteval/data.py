@@ -11,7 +11,6 @@ each under a name chosen here.
 
 import hashlib
 import http.client
-import json
 import shutil
 import tarfile
 import urllib.error
@@ -20,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +27,7 @@ from numpy.typing import NDArray
 
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import DataError, MissingDataError, RemoteError
-from declutr.common.storage import atomic_file
+from declutr.common.storage import atomic_file, read_json
 from declutr.evaluation.senteval.formats import SplitRows
 from declutr.evaluation.senteval.tasks import EMPTY, Inspection, SentEvalTask, Split, Standing, TaskData, find
 
@@ -122,8 +120,7 @@ def published() -> Mapping[str, Mapping[str, Any]]:
     `rows` has the scored rows by split or subset, of the probing tasks a rounded number; `files` git's SHA-1 of every
     file by its path in the data folder, empty if unknown; `basis` the source of both.
     """
-    content = json.loads(files(__package__).joinpath("published.json").read_bytes())
-    return content["tasks"]  # type: ignore[no-any-return]
+    return read_json(Path(__file__).with_name("published.json"))["tasks"]  # type: ignore[no-any-return]
 
 
 @cache
@@ -206,8 +203,7 @@ class Fetched:
 @cache
 def sources() -> dict[str, Any]:
     """The content of `sources.json`: `files` (address by path), `archive` (`url`), `gone` (reason by task)."""
-    content: dict[str, Any] = json.loads(files(__package__).joinpath("sources.json").read_bytes())
-    return content
+    return read_json(Path(__file__).with_name("sources.json"))  # type: ignore[no-any-return]
 
 
 def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
@@ -269,13 +265,9 @@ def download(
     """
     paths = dict.fromkeys(path for name in names if name not in sources()["gone"] for path in find(name).paths)
     fetched = [Fetched(path, "kept") for path in paths if (folder / path).exists()]
-    singles, in_archive = sources()["files"], []
-    for path in paths:
-        if (folder / path).exists():
-            continue
-        if path not in singles:
-            in_archive.append(path)
-            continue
+    singles, todo = sources()["files"], [path for path in paths if not (folder / path).exists()]
+    in_archive = [path for path in todo if path not in singles]
+    for path in (path for path in todo if path in singles):
         url = f"{mirror.rstrip('/')}/{path}" if mirror else singles[path]
         say(f"{path} from {url}")
         try:
