@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks import record
@@ -42,6 +43,7 @@ STEPS = 900
 SHORT_STEPS = 240  # the four faults above take about 130 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
+_UNOBSERVED = (ChaosError, LookupError, OSError, ValueError, subprocess.SubprocessError, psutil.Error)
 _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
 
 
@@ -97,11 +99,6 @@ class Bench:
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.patience)
 
-    def gap(self, fault: Fault) -> int:
-        """Steps to wait before a fault."""
-        # A checkpoint is saved every 20 steps; faults hit different places between two.
-        return 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
-
     def chain(self, faults: Sequence[Fault]) -> list[FaultRow]:
         """Cause these faults in one run, in sequence; start a new run after a fault that was not survived."""
         rows: list[FaultRow] = []
@@ -122,10 +119,12 @@ class Bench:
                 snapshot = None
                 try:
                     if fault.trains:
-                        run.wait_step(step + self.gap(fault))
+                        # A checkpoint is saved every 20 steps; faults hit different places between two.
+                        gap = 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
+                        run.wait_step(step + gap)
                     row, snapshot = observe(run, fault)
                     step = run.last_step()
-                except (ChaosError, LookupError, IndexError, OSError, ValueError, subprocess.SubprocessError) as error:
+                except _UNOBSERVED as error:
                     row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if snapshot is not None:
@@ -154,16 +153,12 @@ class Bench:
         if problem:
             for row in rows:
                 fail(row, problem)
-        self.judge(run, rows, ended=status == 0, world_changes=fault.setting == "elastic", alters=fault.alters)
-        run.end()
-
-    def judge(self, run: Run, rows: list[FaultRow], **circumstances: bool) -> None:
-        """Compare with the quiet run; `circumstances` are those of `compare`."""
         quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
         for row in rows:
-            compare(row, run, quiet, **circumstances)
+            compare(row, run, quiet, status == 0, fault.setting == "elastic", fault.alters)
             if row.recovered is None:
                 row.recovered = True
+        run.end()
 
     @contextmanager
     def _setting(self, run: Run, faults: Sequence[Fault]) -> Iterator[None]:
@@ -196,12 +191,11 @@ def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
     with temporary() as top:
         os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
         os.environ.pop("RAY_ADDRESS", None)
-        with Census() as census, census.nothing_outlives():
+        with Census() as census:
             bench = Bench(top, seed, census, steps, patience)
             bench.prepare()
             yield bench
             left = census.wait_gone(_AGENTS_SECONDS)
-            census.end(left)
             bench.left_behind += [f"process {process.pid} {title(process)[:200]}" for process in left]
         bench.left_behind += [f"mount {path}" for path in mounts_below(top)]
     bench.left_behind += [f"folder {top}"] if top.exists() else []

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,11 @@ class Census(Watcher):
         self._processes: set[psutil.Process] = set()
         self._lock = threading.Lock()
 
-    @contextmanager
-    def nothing_outlives(self) -> Iterator[None]:
-        """Kill all our processes that are still alive after the block, also after an error in it."""
-        try:
-            yield
-        finally:
-            while left := self.alive():  # some are started while others end
-                self.end(left)
-                time.sleep(0.2)
+    def __exit__(self, *reason: object) -> None:
+        while left := self.alive():  # nothing outlives the block; some processes are started while others end
+            self.end(left)
+            time.sleep(0.2)
+        super().__exit__(*reason)
 
     def look(self) -> None:
         """Notes the processes of now."""
@@ -224,7 +219,8 @@ class Run:
         """Record this moment."""
         path = self.folder / METRICS
         inode = path.stat().st_ino if path.is_file() else None
-        return Snapshot(time.time(), self.output.stat().st_size, inode, self.lines())
+        characters, lines = self.output.stat().st_size, self.lines()
+        return Snapshot(time.time(), characters, inode, lines)  # the moment last: a fault strikes after these lines
 
     def messages(self, snapshot: Snapshot | None = None) -> str:
         """Output of the command since a moment or its first start, without the progress bar."""
@@ -293,11 +289,6 @@ class Run:
                 return rank
             self._ranks[worker.pid] = rank
         return self._ranks[worker.pid]
-
-    def kill(self, process: psutil.Process, number: int = signal.SIGKILL) -> float:
-        """Send a signal to one of our processes; return the time."""
-        os.kill(process.pid, number)
-        return time.time()
 
     def execute(self, process: psutil.Process, code: str) -> None:
         """Make a worker run a piece of Python, like a debugger (attached/sitecustomize.py)."""
