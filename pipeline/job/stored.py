@@ -30,7 +30,7 @@ from declutr.common.paths import expand
 from declutr.common.storage import LISTING, FileRecord, Files, decoded, encoded, record_of
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.copies import PLAN
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
@@ -298,7 +298,7 @@ def open_output(
         yield Output(setting, expand(setting).absolute(), duplicates, session)
         return
     try:
-        store = OutputStore(Folder(setting, RetryPolicy(storage_retry_seconds)), cache)
+        store = OutputStore(Folder(setting, storage_retry_seconds), cache)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
     except UsageError as error:
         raise ConfigError("prepare", [f"cache: {error}"]) from error

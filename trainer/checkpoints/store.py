@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import DEFAULT_RETRIES, Folder, RetryPolicy
+from declutr.common.stores.folder import RETRY_SECONDS, Folder
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # the driver needs no torch
 Newest = tuple[Path, RunState] | None
 
 
-def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
+def store_of(address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> "RunStore | None":
     """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
-    return RunStore(Folder(address, retries), folder) if is_remote(address) else None
+    return RunStore(Folder(address, retry_seconds), folder) if is_remote(address) else None
 
 
 def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicator") -> None:
@@ -50,7 +50,7 @@ def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicato
 
 def after_save(address: str, folder: Path, config: CheckpointConfig, score: str) -> Callable[[int], None] | None:
     """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder."""
-    store = store_of(address, folder, RetryPolicy(total_seconds=0.0))  # the saver retries
+    store = store_of(address, folder, retry_seconds=0.0)  # the saver retries
     return None if store is None else partial(store.save, config, score)
 
 

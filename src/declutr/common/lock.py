@@ -27,7 +27,7 @@ import psutil
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, RunLockedError
 from declutr.common.storage import decode_record
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"
@@ -185,7 +185,7 @@ class StoreLock(RunLock):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._remote = Folder(self._remote.url, RetryPolicy(total_seconds=0.0))  # the next heartbeat is a retry
+        self._remote = Folder(self._remote.url, retry_seconds=0.0)  # the next heartbeat is a retry
         return self
 
     @contextlib.contextmanager
