@@ -34,7 +34,10 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
-    workload = workload_of(options)
+    settings: dict[str, Any] = {"dropout": options.dropout}
+    if options.objective != "declutr":  # SimCSE has the settings of its unsupervised run
+        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
+    workload = Workload.of(options, options.device, options.precision, **settings)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = record.reset_peak(device)
@@ -53,14 +56,6 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "spans": measured.spans.num_spans,
         "microbatches": len(train_step.tasks[0].microbatch.cut(measured.spans)),
     }
-
-
-def workload_of(options: argparse.Namespace) -> Workload:
-    """Build the workload of the objective; SimCSE has the settings of its unsupervised run."""
-    settings: dict[str, Any] = {"dropout": options.dropout}
-    if options.objective != "declutr":
-        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
-    return Workload.of(options, options.device, options.precision, **settings)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from declutr.common.storage import write_text
 from declutr.reproduction import provenance
@@ -48,20 +46,10 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     return settings
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that decide what is measured."""
-    return {key: value for key, value in vars(options).items() if key not in ("json", "commit", "facts")}
-
-
 def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
     """Type of the forward's matrix products: bfloat16, or None for float32."""
     chosen = precision or ("bf16" if device == "cuda" else "fp32")
     return torch.bfloat16 if chosen == "bf16" else None
-
-
-def now() -> NDArray[np.float64]:
-    """Wall seconds and processor seconds of this process, for differences."""
-    return np.array([time.perf_counter(), time.process_time()])
 
 
 def ratios(reference_seconds: Sequence[float], own_seconds: Sequence[float]) -> dict[str, Any]:
