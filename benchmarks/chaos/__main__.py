@@ -59,7 +59,6 @@ class Bench:
         patience: factor of every timeout.
         quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
             sums.
-        left_behind: processes, mounts and folders that outlived the block of `opened`.
     """
 
     top: Path
@@ -68,7 +67,6 @@ class Bench:
     steps: int
     patience: float
     quiet: dict[int, End] = field(default_factory=dict)
-    left_behind: list[str] = field(default_factory=list)
     _number: int = field(default=0, repr=False)
 
     def prepare(self) -> None:
@@ -183,24 +181,6 @@ class Bench:
             run.end()
 
 
-@contextmanager
-def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
-    """Make a bench with its shards in a temporary folder; afterwards find and kill what it left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
-    leave_mounts_to_ourselves()
-    with temporary() as top:
-        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
-        os.environ.pop("RAY_ADDRESS", None)
-        with Census() as census:
-            bench = Bench(top, seed, census, steps, patience)
-            bench.prepare()
-            yield bench
-            left = census.wait_gone(_AGENTS_SECONDS)
-            bench.left_behind += [f"process {process.pid} {title(process)[:200]}" for process in left]
-        bench.left_behind += [f"mount {path}" for path in mounts_below(top)]
-    bench.left_behind += [f"folder {top}"] if top.exists() else []
-
-
 def _last_line(run: Run) -> str:
     lines = [line for line in run.messages().splitlines() if "\x1b" not in line]  # Ray's own lines are coloured
     return (lines or [""])[-1][-300:]
@@ -218,17 +198,27 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only or (SHORT if options.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
-    with opened(options.seed, steps, options.patience) as bench:
-        rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
-        bench.undisturbed()
-        possible = [fault for fault in chosen if fault.possible]
-        for group in [possible] if options.short and not options.only else [[fault] for fault in possible]:
-            rows += bench.chain(group)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
+    leave_mounts_to_ourselves()
+    with temporary() as top:
+        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
+        os.environ.pop("RAY_ADDRESS", None)
+        with Census() as census:
+            bench = Bench(top, options.seed, census, steps, options.patience)
+            bench.prepare()
+            rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
+            bench.undisturbed()
+            possible = [fault for fault in chosen if fault.possible]
+            for group in [possible] if options.short and not options.only else [[fault] for fault in possible]:
+                rows += bench.chain(group)
+            left = [f"process {p.pid} {title(p)[:200]}" for p in census.wait_gone(_AGENTS_SECONDS)]
+        left += [f"mount {path}" for path in mounts_below(top)]
+    left += [f"folder {top}"] if top.exists() else []
     rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.name))
     figures = {
         "steps": steps,
         "seconds": round(time.monotonic() - begun, 1),
-        "left_behind": bench.left_behind,
+        "left_behind": left,
         "faults": [
             {key: round(value, 2) if key.endswith("seconds") and value else value for key, value in asdict(row).items()}
             for row in rows
@@ -236,9 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     }
     record.publish(figures, options)
     print(table(rows))
-    for line in bench.left_behind:
+    for line in left:
         print(f"left behind: {line}")
-    return int(bool(bench.left_behind) or any(row.recovered is False for row in rows))
+    return int(bool(left) or any(row.recovered is False for row in rows))
 
 
 def table(rows: list[FaultRow]) -> str:

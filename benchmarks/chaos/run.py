@@ -236,14 +236,12 @@ class Run:
         """Poll until `check` returns something true; `ended`: the command may end meanwhile."""
         deadline = time.monotonic() + seconds * self.patience
         while True:
-            result = check()
-            if result:
+            # Asked first, so that the check sees all that the command did before its end.
+            status = None if ended or self.driver is None else self.driver.poll()
+            if result := check():
                 return result
-            if not ended and self.driver is not None and self.over:
-                result = check()
-                if result:
-                    return result
-                raise ChaosError(f"waiting for {what}: the command ended with status {self.driver.returncode}")
+            if status is not None:
+                raise ChaosError(f"waiting for {what}: the command ended with status {status}")
             if time.monotonic() > deadline:
                 raise ChaosError(f"waited {seconds:.0f} s for {what}")
             time.sleep(every_seconds)
