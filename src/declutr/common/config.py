@@ -41,19 +41,6 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def validated(title: str, model: type[Config], values: Mapping[str, Any]) -> Config:
-    """The model of these values.
-
-    Raises:
-        ConfigError: with every problem of the values.
-    """
-    tree = _plain(values)
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(title, describe(error, model, tree)) from error
-
-
 def find_config(name: str) -> Path:
     """Path of a config file: as given, else next to the code, because `ray submit` runs scripts from the home folder.
 

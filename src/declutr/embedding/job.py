@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
-from declutr.common.config import validated
+from declutr.common.config import load_config
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
@@ -89,7 +89,7 @@ def embed(
         raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = located(validated("embed", EmbedConfig, parts | values))
+    config = located(load_config(parts | values, "embed", EmbedConfig))
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [config.output, note_path(config.output)]):
             raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
