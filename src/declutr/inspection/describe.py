@@ -142,7 +142,10 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
     if (path / MANIFEST).is_file():
         yield from _shards(path, num_documents)
     elif (path / "state.json").is_file():
-        yield from _checkpoint(path)
+        state = checkpoint.read_state(path)
+        yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
+        yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
+        yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
     elif (path / SETTINGS).is_file():
         try:
             settings = read_settings(path)
@@ -202,13 +205,6 @@ def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
     return f"windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
 
 
-def _checkpoint(path: Path) -> Iterator[str]:
-    state = checkpoint.read_state(path)
-    yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
-    yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
-    yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
-
-
 @dataclass(frozen=True)
 class CheckpointRow:
     """Facts about one checkpoint."""
@@ -243,14 +239,11 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     if not folder.is_dir():
         raise UsageError(f"{run}: is no run; only a run has checkpoints to list")
     config = stored_config(run)
-    now = time.time()
-    score = config.validation.score
-    steps = checkpoint.steps_in(folder)
-    seen = [_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps]
+    now, steps = time.time(), checkpoint.steps_in(folder)
+    seen = (_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps)
     rows = [row for row in seen if row is not None]
-    why = kept(
-        {row.step: row.scores.get(score) for row in rows if row.broken is None}, config.checkpoint
-    )  # by its own rules
+    scores = {row.step: row.scores.get(config.validation.score) for row in rows if row.broken is None}
+    why = kept(scores, config.checkpoint)  # by its own rules
     return [replace(row, kept=why.get(row.step, [])) for row in rows]
 
 

@@ -104,8 +104,7 @@ class StepReader:
             origin = self.task.shards.take(row)  # workers get no source
             table = fetched(self.task.shards, row, in_epoch, getattr(self.collator, "fetch", None))  # or mixed
             batch = self.collator.collate(table, in_epoch)
-            fields = (origin[name][0].as_py() for name in ("id", "source", "offset"))
-            identity, source, offset = fields
+            identity, source, offset = (origin[name][0].as_py() for name in ("id", "source", "offset"))
             roles = self._roles(table, in_epoch)
             yield ReadRow(position, epoch, number, identity.hex(), source, offset, batch, roles)
 
