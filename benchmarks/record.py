@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import time
@@ -14,6 +13,7 @@ import torch
 
 from declutr.common.storage import write_text
 from declutr.reproduction import provenance
+from declutr.trainer.metrics.metrics import peak_memory_mib
 
 MIB = 2**20
 _STATUS = Path("/proc/self/status")
@@ -79,24 +79,19 @@ def reset_peak(device: torch.device) -> float:
     if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
         reset.write_text("5", encoding="ascii")
         return _status("VmRSS")
-    return _largest()
+    return peak_memory_mib()
 
 
 def peak(device: torch.device) -> float:
     """Maximum MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / MIB
-    return _status("VmHWM") if _STATUS.exists() else _largest()
+    return peak_memory_mib() if device.type == "cuda" or not _STATUS.exists() else _status("VmHWM")
 
 
 def _status(name: str) -> float:
     (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
-
-
-def _largest() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def publish(figures: dict[str, Any], options: argparse.Namespace) -> None:
