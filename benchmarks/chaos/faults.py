@@ -66,7 +66,7 @@ def controller(run: Run) -> Snapshot:
     (victim,) = run.census.titled("TrainController")
     snapshot = run.snapshot()
     victim.kill()
-    run.wait_for("the command to notice", lambda: run.over or run.snapshot().inode != snapshot.inode, 180, ended=True)
+    run.wait_for("the command to notice", lambda: run.over or run.inode != snapshot.inode, 180, ended=True)
     if run.over:
         run.start()
     return snapshot
@@ -116,7 +116,7 @@ def slow(run: Run) -> Snapshot:
         time.sleep(0.4)
         victim.resume()
         time.sleep(0.05)
-    if run.snapshot().inode != snapshot.inode:
+    if run.inode != snapshot.inode:
         raise ChaosError("the workers were restarted because one was slow")
     return snapshot
 
@@ -278,7 +278,7 @@ def preempted(run: Run) -> Snapshot:
         capture_output=True,
     )
     run.wait_for("a checkpoint before the deadline", lambda: run.newest_checkpoint() != before, _DEADLINE_SECONDS)
-    run.wait_for("workers elsewhere", lambda: run.snapshot().inode != snapshot.inode, 120)
+    run.wait_for("workers elsewhere", lambda: run.inode != snapshot.inode, 120)
     run.nodes.remove(node)
     return snapshot
 

@@ -1,6 +1,5 @@
 """A run as its user sees it (the command in a process, its output, its folder), and a census of our processes."""
 
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ import yaml
 
 from declutr.common.watcher import Watcher
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.metrics.metrics import METRICS, read_last_step
+from declutr.trainer.metrics.metrics import METRICS, read_last_step, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACHED = Path(__file__).with_name("attached")
@@ -198,13 +197,7 @@ class Run:
 
     def lines(self) -> dict[int, dict[str, Any]]:
         """Metrics lines of all steps, by step."""
-        try:
-            # The last line may be half written.
-            raw = (self.folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
-        except FileNotFoundError:
-            return {}
-        lines = [json.loads(line) for line in raw if line]
-        steps = [line for line in lines if line["kind"] == "step"]
+        steps = [line for line in read_metrics(self.folder) if line["kind"] == "step"]
         by_step = {line["step"]: line for line in steps}
         if len(by_step) != len(steps):
             raise ChaosError(f"{self.folder / METRICS}: contains a step twice")
@@ -215,11 +208,15 @@ class Run:
         line = read_last_step(self.folder / METRICS)
         return 0 if line is None else int(line["step"])
 
+    @property
+    def inode(self) -> int | None:
+        """Inode of the metrics, which a restart of the workers writes anew; None before the first step."""
+        path = self.folder / METRICS
+        return path.stat().st_ino if path.is_file() else None
+
     def snapshot(self) -> Snapshot:
         """Record this moment."""
-        path = self.folder / METRICS
-        inode = path.stat().st_ino if path.is_file() else None
-        characters, lines = self.output.stat().st_size, self.lines()
+        characters, inode, lines = self.output.stat().st_size, self.inode, self.lines()
         return Snapshot(time.time(), characters, inode, lines)  # the moment last: a fault strikes after these lines
 
     def messages(self, snapshot: Snapshot | None = None) -> str:
@@ -248,14 +245,8 @@ class Run:
 
     def wait_step(self, step: int, since: Snapshot | None = None) -> None:
         """Wait until a step is done; with `since`, by workers that started after that moment."""
-
-        def reached() -> bool:
-            path = self.folder / METRICS
-            if not path.is_file() or (since is not None and path.stat().st_ino == since.inode):
-                return False
-            return self.last_step() >= step
-
-        self.wait_for(f"step {step}", reached)
+        before = None if since is None else since.inode
+        self.wait_for(f"step {step}", lambda: self.inode not in (None, before) and self.last_step() >= step)
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint, complete or not; 0 before the first."""
