@@ -16,7 +16,6 @@ from declutr.reproduction import provenance
 from declutr.trainer.metrics.metrics import peak_memory_mib
 
 MIB = 2**20
-_STATUS = Path("/proc/self/status")
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -78,7 +77,7 @@ def reset_peak(device: torch.device) -> float:
     reset = Path("/proc/self/clear_refs")
     if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
         reset.write_text("5", encoding="ascii")
-        return _status("VmRSS")
+        return status_mib("VmRSS")
     return peak_memory_mib()
 
 
@@ -86,11 +85,13 @@ def peak(device: torch.device) -> float:
     """Maximum MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return peak_memory_mib() if device.type == "cuda" or not _STATUS.exists() else _status("VmHWM")
+    return peak_memory_mib() if device.type == "cuda" or not Path("/proc").exists() else status_mib("VmHWM")
 
 
-def _status(name: str) -> float:
-    (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{name}:"))
+def status_mib(name: str, pid: int | str = "self") -> float:
+    """A size in MiB that Linux knows of a process, such as VmHWM, its largest resident memory."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
 
 
