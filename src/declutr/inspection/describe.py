@@ -6,7 +6,7 @@ Rows of documents, sentences, pairs, triples, images and clips as lines of text.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +38,12 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
     kind, media = shards.manifest.content.kind, shards.manifest.tokenizer is None
     decode = None if media else decoder(shards.folder)
     for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
-        size = _size(row) if media else f"{row['num_tokens']:,} tokens"
+        if not media:
+            size = f"{row['num_tokens']:,} tokens"
+        elif "image" in row:
+            size = f"{row['width']} x {row['height']} pixels, {len(row['image']):,} bytes of PNG"
+        else:
+            size = f"{row['num_frames']:,} frames"
         yield f"- row {number} ({row['id'].hex()}, {row['source']}): {size}"
         if decode is None:
             yield f"    label {shorten(repr(row['label']), _SHOWN_OF_LABEL)}"
@@ -51,14 +56,6 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
             name = LABELS[label] if label >= 0 else "sentence" if kind == "sentences" else "premise"
             text = shorten(decode(row["tokens"][start:end]), _SHOWN_CHARACTERS)
             yield f"    {name:13s} {end - start:4d} tokens  {text}"
-
-
-def _size(row: Mapping[str, object]) -> str:
-    """Size of an image, or length of a clip."""
-    image = row.get("image")
-    if isinstance(image, bytes):
-        return f"{row['width']} x {row['height']} pixels, {len(image):,} bytes of PNG"
-    return f"{row['num_frames']:,} frames"
 
 
 def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
