@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "benchmark": "batch",
         **{name: getattr(options, name) for name in settings},
-        "precision": "bf16" if record.autocast_type(options.precision, options.device) else "fp32",
+        "precision": options.precision or ("bf16" if options.device == "cuda" else "fp32"),
         "peak_mib": peaks,
         "ratio_4096_to_64": _growth(peaks, 4096),
         "ratio_16384_to_64": _growth(peaks, 16384),

@@ -45,12 +45,6 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     return settings
 
 
-def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
-    """Type of the forward's matrix products: bfloat16, or None for float32."""
-    chosen = precision or ("bf16" if device == "cuda" else "fp32")
-    return torch.bfloat16 if chosen == "bf16" else None
-
-
 def ratios(reference_seconds: Sequence[float], own_seconds: Sequence[float]) -> dict[str, Any]:
     """Quotients of the seconds of two sides that took turns, their median and their range."""
     quotients = [other / own for other, own in zip(reference_seconds, own_seconds, strict=True)]
