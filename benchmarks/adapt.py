@@ -8,7 +8,7 @@ Each source is divided and adapted to with several seeds; a figure is of one can
 import argparse
 import gzip
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,15 @@ def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
     for row in result.rows[1:]:
         chosen = row.name == result.chosen
+        compared = {"distant": row.differences.get(DISTANT), "queries": row.differences.get(HEADINGS)}
+        compared |= {"stsb": _stsb(options, row, output, result, seed)}
         yield same | {
             "recipe": row.name,
             "chosen": chosen,
             "verdict": result.verdict.outcome if chosen else None,
             "seconds": result.facts["seconds"],
-            **_differences(row.differences, _stsb(options, row, output, result, seed)),
+            **{name: comparison and points(comparison) for name, comparison in compared.items()},
         }
-
-
-def _differences(comparisons: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
-    compared = {"distant": comparisons.get(DISTANT), "queries": comparisons.get(HEADINGS), "stsb": stsb}
-    return {name: comparison and points(comparison) for name, comparison in compared.items()}
 
 
 def _stsb(options: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> Comparison | None:

@@ -34,7 +34,10 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
-    workload = workload_of(options)
+    settings: dict[str, Any] = {"dropout": options.dropout}
+    if options.objective != "declutr":  # SimCSE has the settings of its unsupervised run
+        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
+    workload = Workload.of(options, options.device, options.precision, **settings)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = record.reset_peak(device)
@@ -53,14 +56,6 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "spans": measured.spans.num_spans,
         "microbatches": len(train_step.tasks[0].cut(measured)),
     }
-
-
-def workload_of(options: argparse.Namespace) -> Workload:
-    """Build the workload of the objective; SimCSE has the settings of its unsupervised run."""
-    settings: dict[str, Any] = {"dropout": options.dropout}
-    if options.objective != "declutr":
-        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
-    return Workload.of(options, options.device, options.precision, **settings)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -91,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "benchmark": "batch",
         **{name: getattr(options, name) for name in settings},
-        "precision": "bf16" if record.autocast_type(options.precision, options.device) else "fp32",
+        "precision": options.precision or ("bf16" if options.device == "cuda" else "fp32"),
         "peak_mib": peaks,
         "ratio_4096_to_64": _growth(peaks, 4096),
         "ratio_16384_to_64": _growth(peaks, 16384),

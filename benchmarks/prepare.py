@@ -300,13 +300,9 @@ class WorkerMemory(Watcher):
     def look(self) -> None:
         """Reads the peaks of the processes of now."""
         for process in psutil.Process().children(recursive=True):
-            try:
-                lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError:  # ended meanwhile, or no /proc
-                continue
-            status = dict(line.partition(":")[::2] for line in lines)
-            if status.get("Name", "").strip().startswith("ray::") and "VmHWM" in status:
-                self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
+            with contextlib.suppress(OSError, ValueError, psutil.Error):  # ended meanwhile, or no /proc
+                if process.name().startswith("ray::"):
+                    self.peak_mib = max(self.peak_mib or 0.0, round(record.status_mib("VmHWM", process.pid), 1))
 
 
 class FolderSize(Watcher):

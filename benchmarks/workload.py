@@ -21,6 +21,7 @@ from declutr.pipeline.readers.corpus import ID_BYTES
 from declutr.pipeline.shards.content import LABELS, NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
+from declutr.trainer.build import autocast_type
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
@@ -182,8 +183,9 @@ class Workload:
     def of(cls, options: argparse.Namespace, device: str = "cpu", precision: str | None = None, **fields: Any) -> Self:
         """Make a workload of the options that `add_options` adds and of `seed`."""
         spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
-        autocast = record.autocast_type(precision, device)
-        return cls(options.model, spans, options.seed, device=torch.device(device), autocast=autocast, **fields)
+        place = torch.device(device)
+        autocast = autocast_type(precision or "auto", place)
+        return cls(options.model, spans, options.seed, device=place, autocast=autocast, **fields)
 
     def loss(self, embedding_size: int) -> Objective[Any]:
         """Build the objective, with weights drawn from the seed."""

@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     ratios = record.ratios(fixed, plain)
     figures = {
         "benchmark": "worlds",
-        **record.settings_of(options),
+        **{key: value for key, value in vars(options).items() if key not in ("json", "commit", "facts")},
         "worlds": worlds,
         "equal": len({world["checksum"] for world in worlds}) == 1,
         "ordinary_checksum": ordinary[0]["checksum"],

@@ -14,7 +14,7 @@ from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import hash_json
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
 from declutr.pipeline.filters.document_filter import FiltersConfig
@@ -247,7 +247,7 @@ def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds:
         problems.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
     if problems:
         return problems
-    remote, probe = Folder(output, RetryPolicy(storage_retry_seconds)), f".declutr-{secrets.token_hex(4)}"
+    remote, probe = Folder(output, storage_retry_seconds), f".declutr-{secrets.token_hex(4)}"
     try:
         if not remote.is_whole():  # nothing is written to a complete output, so reading it is enough
             remote.put(probe, b"")

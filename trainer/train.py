@@ -35,7 +35,7 @@ from declutr.common.lock import RunLock, StoreLock, refuse_held
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
@@ -240,9 +240,9 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
         finally:
             add_seconds(run, time.monotonic() - training_since)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
-                hurried = RetryPolicy(total_seconds=config.scaling.shutdown_grace_seconds)
+                hurried = Folder(config.run, config.scaling.shutdown_grace_seconds)
                 try:
-                    (store if signals.received is None else RunStore(Folder(config.run, hurried), run)).send(*_FILES)
+                    (store if signals.received is None else RunStore(hurried, run)).send(*_FILES)
                 except OSError as error:  # must not hide the reason why the run ended
                     get_logger().warning("%s", error)
         if store is not None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks import record
@@ -42,6 +43,7 @@ STEPS = 900
 SHORT_STEPS = 240  # the four faults above take about 130 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
+_UNOBSERVED = (ChaosError, LookupError, OSError, ValueError, subprocess.SubprocessError, psutil.Error)
 _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
 
 
@@ -57,7 +59,6 @@ class Bench:
         patience: factor of every timeout.
         quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
             sums.
-        left_behind: processes, mounts and folders that outlived the block of `opened`.
     """
 
     top: Path
@@ -66,7 +67,6 @@ class Bench:
     steps: int
     patience: float
     quiet: dict[int, End] = field(default_factory=dict)
-    left_behind: list[str] = field(default_factory=list)
     _number: int = field(default=0, repr=False)
 
     def prepare(self) -> None:
@@ -97,11 +97,6 @@ class Bench:
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.patience)
 
-    def gap(self, fault: Fault) -> int:
-        """Steps to wait before a fault."""
-        # A checkpoint is saved every 20 steps; faults hit different places between two.
-        return 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
-
     def chain(self, faults: Sequence[Fault]) -> list[FaultRow]:
         """Cause these faults in one run, in sequence; start a new run after a fault that was not survived."""
         rows: list[FaultRow] = []
@@ -122,10 +117,12 @@ class Bench:
                 snapshot = None
                 try:
                     if fault.trains:
-                        run.wait_step(step + self.gap(fault))
+                        # A checkpoint is saved every 20 steps; faults hit different places between two.
+                        gap = 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
+                        run.wait_step(step + gap)
                     row, snapshot = observe(run, fault)
                     step = run.last_step()
-                except (ChaosError, LookupError, IndexError, OSError, ValueError, subprocess.SubprocessError) as error:
+                except _UNOBSERVED as error:
                     row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
                 if snapshot is not None:
@@ -154,16 +151,12 @@ class Bench:
         if problem:
             for row in rows:
                 fail(row, problem)
-        self.judge(run, rows, ended=status == 0, world_changes=fault.setting == "elastic", alters=fault.alters)
-        run.end()
-
-    def judge(self, run: Run, rows: list[FaultRow], **circumstances: bool) -> None:
-        """Compare with the quiet run; `circumstances` are those of `compare`."""
         quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
         for row in rows:
-            compare(row, run, quiet, **circumstances)
+            compare(row, run, quiet, status == 0, fault.setting == "elastic", fault.alters)
             if row.recovered is None:
                 row.recovered = True
+        run.end()
 
     @contextmanager
     def _setting(self, run: Run, faults: Sequence[Fault]) -> Iterator[None]:
@@ -188,25 +181,6 @@ class Bench:
             run.end()
 
 
-@contextmanager
-def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
-    """Make a bench with its shards in a temporary folder; afterwards find and kill what it left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
-    leave_mounts_to_ourselves()
-    with temporary() as top:
-        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
-        os.environ.pop("RAY_ADDRESS", None)
-        with Census() as census, census.nothing_outlives():
-            bench = Bench(top, seed, census, steps, patience)
-            bench.prepare()
-            yield bench
-            left = census.wait_gone(_AGENTS_SECONDS)
-            census.end(left)
-            bench.left_behind += [f"process {process.pid} {title(process)[:200]}" for process in left]
-        bench.left_behind += [f"mount {path}" for path in mounts_below(top)]
-    bench.left_behind += [f"folder {top}"] if top.exists() else []
-
-
 def _last_line(run: Run) -> str:
     lines = [line for line in run.messages().splitlines() if "\x1b" not in line]  # Ray's own lines are coloured
     return (lines or [""])[-1][-300:]
@@ -224,17 +198,27 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only or (SHORT if options.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
-    with opened(options.seed, steps, options.patience) as bench:
-        rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
-        bench.undisturbed()
-        possible = [fault for fault in chosen if fault.possible]
-        for group in [possible] if options.short and not options.only else [[fault] for fault in possible]:
-            rows += bench.chain(group)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
+    leave_mounts_to_ourselves()
+    with temporary() as top:
+        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
+        os.environ.pop("RAY_ADDRESS", None)
+        with Census() as census:
+            bench = Bench(top, options.seed, census, steps, options.patience)
+            bench.prepare()
+            rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
+            bench.undisturbed()
+            possible = [fault for fault in chosen if fault.possible]
+            for group in [possible] if options.short and not options.only else [[fault] for fault in possible]:
+                rows += bench.chain(group)
+            left = [f"process {p.pid} {title(p)[:200]}" for p in census.wait_gone(_AGENTS_SECONDS)]
+        left += [f"mount {path}" for path in mounts_below(top)]
+    left += [f"folder {top}"] if top.exists() else []
     rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.name))
     figures = {
         "steps": steps,
         "seconds": round(time.monotonic() - begun, 1),
-        "left_behind": bench.left_behind,
+        "left_behind": left,
         "faults": [
             {key: round(value, 2) if key.endswith("seconds") and value else value for key, value in asdict(row).items()}
             for row in rows
@@ -242,9 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     }
     record.publish(figures, options)
     print(table(rows))
-    for line in bench.left_behind:
+    for line in left:
         print(f"left behind: {line}")
-    return int(bool(bench.left_behind) or any(row.recovered is False for row in rows))
+    return int(bool(left) or any(row.recovered is False for row in rows))
 
 
 def table(rows: list[FaultRow]) -> str:

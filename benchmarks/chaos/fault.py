@@ -180,9 +180,7 @@ class End:
         )
 
 
-def compare(
-    row: FaultRow, run: Run, quiet: End, ended: bool = True, world_changes: bool = False, alters: bool = False
-) -> None:
+def compare(row: FaultRow, run: Run, quiet: End, ended: bool, world_changes: bool, alters: bool) -> None:
     """Compare a run with the quiet one, completely or as far as it came, and record the result of a fault.
 
     Args:

@@ -30,7 +30,7 @@ from declutr.common.paths import expand
 from declutr.common.storage import LISTING, FileRecord, Files, decoded, encoded, record_of
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.copies import PLAN
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
@@ -297,7 +297,7 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         yield Output(config.output, expand(config.output).absolute(), config.duplicates, config.session)
         return
     try:
-        store = OutputStore(Folder(config.output, RetryPolicy(config.storage_retry_seconds)), config.cache)
+        store = OutputStore(Folder(config.output, config.storage_retry_seconds), config.cache)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
     except UsageError as error:
         raise ConfigError("prepare", [f"cache: {error}"]) from error

@@ -255,11 +255,11 @@ def check_folder(place: str, needed_bytes: int) -> list[Finding]:
     A folder that does not exist is tested at its nearest parent, because a run creates it.
     """
     from declutr.common.stores.address import is_remote
-    from declutr.common.stores.folder import Folder, RetryPolicy
+    from declutr.common.stores.folder import Folder
 
     try:
         if is_remote(place):
-            folder, file = Folder(place, RetryPolicy(total_seconds=0.0)), f".declutr-doctor-{time.time_ns()}"
+            folder, file = Folder(place, retry_seconds=0.0), f".declutr-doctor-{time.time_ns()}"
             content = os.urandom(16)
             folder.put(file, content)
             same = folder.read(file) == content

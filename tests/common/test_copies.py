@@ -14,9 +14,9 @@ from declutr.cli.main import main as declutr
 from declutr.common.errors import RemoteError
 from declutr.common.storage import LISTING
 from declutr.common.stores.copies import fetch_all, main
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 
-HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
+HASTE = 0.3
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_pull_leaves_files_written_meanwhile(sent, tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     with pytest.raises(RemoteError, match=all_of("changed", "fetch")):
-        fetch_all(Folder(place, RetryPolicy(20, first_seconds=0.02)), copy)
+        fetch_all(Folder(place, 20), copy)
     writer.join()
     assert (copy / "thesis.txt").read_text() == "mine"
     assert (copy / "a.bin").read_bytes() == b"a" * 100

@@ -15,10 +15,9 @@ from declutr.common.errors import RemoteError
 from declutr.common.storage import LISTING
 from declutr.common.stores.address import explained
 from declutr.common.stores.copies import fetch_all
-from declutr.common.stores.folder import DEFAULT_RETRIES, Folder, RetryPolicy
+from declutr.common.stores.folder import RETRY_SECONDS, Folder
 
-HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
-ONCE = RetryPolicy(total_seconds=0.0)
+HASTE, ONCE = 0.3, 0.0
 SMALL = bytes(range(256))
 LARGE = SMALL * (11 * 4096)  # 11 MiB: more than one part of an upload, more than one chunk of a download
 
@@ -181,8 +180,9 @@ def test_a_bucket_that_is_not_there_is_told_at_once(server, folder):
         Folder("nosuch://x/y", HASTE).send(folder)
 
 
-def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
+def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log, monkeypatch):
     """A place whose folder is a file at first, so that everything in it fails."""
+    monkeypatch.setattr("declutr.common.stores.folder._FIRST_WAIT_SECONDS", 0.05)
     gate = tmp_path / "gate"
     gate.write_text("in the way")
     with pytest.raises(RemoteError, match=all_of("answered", "0 s")):
@@ -191,7 +191,7 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     log.clear()
     opening = threading.Timer(0.5, gate.unlink)
     opening.start()
-    Folder(f"file://{gate}/run", RetryPolicy(60, first_seconds=0.05)).send(folder)
+    Folder(f"file://{gate}/run", 60).send(folder)
     opening.join()
     assert ["does not answer" in line for line in log] == [True, False]
     assert "answers again" in log[1]
@@ -224,7 +224,7 @@ def test_errors_of_stores_are_short_and_have_a_remedy(raw, shown):
 @pytest.fixture(scope="module")
 def store():
     with faulty_store() as (address, faults):
-        yield lambda name, retries=DEFAULT_RETRIES: Folder(address(name), retries), faults
+        yield lambda name, retry_seconds=RETRY_SECONDS: Folder(address(name), retry_seconds), faults
 
 
 @pytest.mark.slow

@@ -27,8 +27,7 @@ from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report import survey as sums
 from declutr.report.charts import COLOURS, draw_histogram
-from declutr.report.corpus import gather, glance, readiness, write_corpus_page
-from declutr.report.examples import thumbnail
+from declutr.report.corpus import gather, glance, readiness, thumbnail, write_corpus_page
 from declutr.report.survey import Tallies, Tally, tally_columns
 
 HOSTILE = '"><script>alert(1)<'

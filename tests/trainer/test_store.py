@@ -14,7 +14,7 @@ from states import state_of
 from waiting import until
 
 from declutr.common.errors import RemoteError, ShardError
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.saver import Saver
@@ -25,12 +25,10 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.metrics import METRICS
 from declutr.trainer.run import data_folder, run_folder
 
-ONCE = RetryPolicy(total_seconds=0.0)
-
 
 def host(tmp_path, name, address=None):
     """The run as one host sees it."""
-    return RunStore(Folder(address or f"file://{tmp_path}/there", ONCE), tmp_path / name / "run")
+    return RunStore(Folder(address or f"file://{tmp_path}/there", retry_seconds=0.0), tmp_path / name / "run")
 
 
 def make(store, step, score=None, value=None):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import DEFAULT_RETRIES, Folder, RetryPolicy
+from declutr.common.stores.folder import RETRY_SECONDS, Folder
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
@@ -22,9 +22,9 @@ from declutr.trainer.metrics.metrics import METRICS
 Newest = tuple[Path, RunState] | None
 
 
-def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
+def store_of(address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> "RunStore | None":
     """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
-    return RunStore(Folder(address, retries), folder) if is_remote(address) else None
+    return RunStore(Folder(address, retry_seconds), folder) if is_remote(address) else None
 
 
 class RunStore:

@@ -12,7 +12,6 @@ from declutr.common.bootstrap import F64
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import SaveError
 from declutr.common.stores.address import child
-from declutr.common.stores.folder import RetryPolicy
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import early_end, history
@@ -110,7 +109,7 @@ class Checkpointing:
             return
         config = self._config
         score = config.validation.score
-        store = store_of(config.run, self._run, RetryPolicy(total_seconds=0.0))  # the saver retries
+        store = store_of(config.run, self._run, retry_seconds=0.0)  # the saver retries
         after = None if store is None else partial(store.save, config.checkpoint, score)
         saving = config.checkpoint.in_steps(self._train_step.total_steps)
         self.saver = Saver(self._run / CHECKPOINTS, saving, score, before=before, after=after)

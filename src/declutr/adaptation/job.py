@@ -31,7 +31,7 @@ from declutr.adaptation.passages import F64, Passages, all_documents, held_out_d
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
-from declutr.common.config import validated
+from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import UsageError, missing_extra
@@ -89,7 +89,7 @@ def adapt(
         RunLockedError: another command works in the folder.
     """
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
-    config, output = validated("adapt", AdaptConfig, values).located(), expand(str(output)).absolute()
+    config, output = load_config(values, "adapt", AdaptConfig).located(), expand(str(output)).absolute()
     pairs = checked(config, output, address)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"

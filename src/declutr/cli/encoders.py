@@ -206,14 +206,14 @@ def export(model: str | PathLike[str], output: str | PathLike[str], **settings: 
         UsageError: every problem of the data.
         EncoderError: the encoder cannot be loaded or exported.
     """
-    from declutr.common.config import validated
+    from declutr.common.config import load_config
     from declutr.evaluation.export.inputs import ExportConfig, read_inputs
 
     places = {name: expand(str(settings[name])) for name in ("stsb", "pairs") if settings.get(name) is not None}
     values = {"model": str(model), "output": expand(str(output)), **settings, **places}
     if settings.get("corpus") is not None:
         values["corpus"] = listed(settings["corpus"])
-    config = validated("export", ExportConfig, values)
+    config = load_config(values, "export", ExportConfig)
     inputs = read_inputs(config)
     from declutr.evaluation.export.job import export_encoder  # loads torch
     from declutr.reproduction import provenance

@@ -79,9 +79,15 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
 
 def _evaluate(options: argparse.Namespace) -> int:
     """Do what the options say; return the exit status."""
+    from declutr.common.paths import expand_known
     from declutr.encoders.protocol import parse_sizes
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
 
-    options.encoders = _with_checkpoints(options.encoders)
+    names, options.encoders = options.encoders, list[str]()
+    for name in names:  # a run stands for its checkpoints, oldest first; a run without one for itself
+        folder = expand_known(name) / CHECKPOINTS
+        steps = steps_in(folder) if folder.is_dir() else []
+        options.encoders += [str(checkpoint_path(folder, step)) for step in steps] or [name]
     options.sizes = None if options.sizes is None else parse_sizes(options.sizes)
     for option, score in (("mteb", _score_mteb), ("pairs", _score_pairs)):
         if getattr(options, option) is not None:
@@ -121,19 +127,6 @@ def _parser() -> Parser:
     parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present)")
     parser.shared("--address", "--allow-unchecked", "--pooling", "--precision", "--trust-remote-code")
     return parser
-
-
-def _with_checkpoints(names: Sequence[str]) -> list[str]:
-    """The names, with the checkpoints of a run, oldest first, in place of the run; a run without one stays."""
-    from declutr.common.paths import expand_known
-    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-
-    scored = list[str]()
-    for name in names:
-        folder = expand_known(name) / CHECKPOINTS
-        steps = steps_in(folder) if folder.is_dir() else []
-        scored += [str(checkpoint_path(folder, step)) for step in steps] or [name]
-    return scored
 
 
 def _load(

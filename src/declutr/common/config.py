@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from declutr.common.config_docs import choices_of, number_problems, unknown_key
+from declutr.common.config_docs import below, choices_of, number_problems, unknown_key
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, refused_settings, shown_value, suggest
 from declutr.common.yamlfile import MAX_DEPTH, YamlError, read_yaml, read_yaml_file
@@ -39,19 +39,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def validated(title: str, model: type[Config], values: Mapping[str, Any]) -> Config:
-    """The model of these values.
-
-    Raises:
-        ConfigError: with every problem of the values.
-    """
-    tree = _plain(values)
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(title, describe(error, model, tree)) from error
 
 
 def find_config(name: str) -> Path:
@@ -244,7 +231,8 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")
             value = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
-            choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
+            expected = re.findall("'(.+?)'", item["ctx"].get("expected_tags", ""))
+            choices = expected or choices_of(below((model,), path), kind)
             prefix = f"{key}.{kind} = {shown_value(value)}: "
             message = f"must be one of {', '.join(choices)}{suggest(str(value), choices)}" if choices else "missing"
         elif not item["loc"]:

@@ -162,7 +162,7 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
     *parents, last = path
     own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
-    if kinds := [kind for owner in sections if last in owner.model_fields for kind in _choices(owner, "kind")]:
+    if kinds := choices_of([section for section in sections if last in section.model_fields], "kind"):
         key = ".".join([*parents, "kind"])
         return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
@@ -180,15 +180,10 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
     return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model)
 
 
-def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """The names that a key such as `kind` may hold, over all sections that have it; arguments as for `unknown_key`."""
-    return [choice for section in below((model,), path[:-1]) for choice in _choices(section, path[-1])]
-
-
-def _choices(section: type[BaseModel], name: str) -> list[str]:
-    """The names that a field of a section may hold; none without that field."""
-    field = section.model_fields.get(name)
-    return [str(choice) for choice in get_args(field.annotation)] if field else []
+def choices_of(sections: Sequence[type[BaseModel]], name: str) -> list[str]:
+    """The names that a field such as `kind` may hold, over all sections that have it."""
+    fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+    return [str(choice) for field in fields for choice in get_args(field.annotation)]
 
 
 def kinds_of(annotation: Any) -> Iterator[Any]:
@@ -212,7 +207,7 @@ def below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[B
         return list(models)
     sections = []
     for field in (model.model_fields[path[0]] for model in models if path[0] in model.model_fields):
-        has_names = _is_named(field.annotation)
+        has_names = get_origin(field.annotation) is dict  # sections by name
         if not has_names or len(path) > 1:
             sections += below(list(sections_of(field.annotation)), path[2 if has_names else 1 :])
     return sections
@@ -224,12 +219,7 @@ def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
         for name, field in model.model_fields.items():
             yield (name,)
             for key in _keys(list(sections_of(field.annotation))):
-                yield (name, "NAME", *key) if _is_named(field.annotation) else (name, *key)
-
-
-def _is_named(annotation: Any) -> bool:
-    """True if a field holds sections by name."""
-    return get_origin(annotation) is dict
+                yield (name, "NAME", *key) if get_origin(field.annotation) is dict else (name, *key)
 
 
 def number_problems(values: Any, kinds: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
-from declutr.common.config import validated
+from declutr.common.config import load_config
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
@@ -88,7 +88,7 @@ def embed(
         raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = validated("embed", EmbedConfig, parts | values)
+    config = load_config(parts | values, "embed", EmbedConfig)
     # absolute paths, because workers run in another folder, and the note is read from anywhere
     places = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
     choice = config.choice

@@ -6,7 +6,7 @@ Rows of documents, sentences, pairs, triples, images and clips as lines of text.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +38,12 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
     kind, media = shards.manifest.content.kind, shards.manifest.tokenizer is None
     decode = None if media else decoder(shards.folder)
     for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
-        size = _size(row) if media else f"{row['num_tokens']:,} tokens"
+        if not media:
+            size = f"{row['num_tokens']:,} tokens"
+        elif "image" in row:
+            size = f"{row['width']} x {row['height']} pixels, {len(row['image']):,} bytes of PNG"
+        else:
+            size = f"{row['num_frames']:,} frames"
         yield f"- row {number} ({row['id'].hex()}, {row['source']}): {size}"
         if decode is None:
             yield f"    label {shorten(repr(row['label']), _SHOWN_OF_LABEL)}"
@@ -51,14 +56,6 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
             name = LABELS[label] if label >= 0 else "sentence" if kind == "sentences" else "premise"
             text = shorten(decode(row["tokens"][start:end]), _SHOWN_CHARACTERS)
             yield f"    {name:13s} {end - start:4d} tokens  {text}"
-
-
-def _size(row: Mapping[str, object]) -> str:
-    """Size of an image, or length of a clip."""
-    image = row.get("image")
-    if isinstance(image, bytes):
-        return f"{row['width']} x {row['height']} pixels, {len(image):,} bytes of PNG"
-    return f"{row['num_frames']:,} frames"
 
 
 def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
@@ -142,7 +139,10 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
     if (path / MANIFEST).is_file():
         yield from _shards(path, num_documents)
     elif (path / "state.json").is_file():
-        yield from _checkpoint(path)
+        state = checkpoint.read_state(path)
+        yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
+        yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
+        yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
     elif (path / SETTINGS).is_file():
         try:
             settings = read_settings(path)
@@ -202,13 +202,6 @@ def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
     return f"windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
 
 
-def _checkpoint(path: Path) -> Iterator[str]:
-    state = checkpoint.read_state(path)
-    yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
-    yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
-    yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
-
-
 @dataclass(frozen=True)
 class CheckpointRow:
     """Facts about one checkpoint."""
@@ -243,14 +236,11 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     if not folder.is_dir():
         raise UsageError(f"{run}: is no run; only a run has checkpoints to list")
     config = stored_config(run)
-    now = time.time()
-    score = config.validation.score
-    steps = checkpoint.steps_in(folder)
-    seen = [_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps]
+    now, steps = time.time(), checkpoint.steps_in(folder)
+    seen = (_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps)
     rows = [row for row in seen if row is not None]
-    why = kept(
-        {row.step: row.scores.get(score) for row in rows if row.broken is None}, config.checkpoint
-    )  # by its own rules
+    scores = {row.step: row.scores.get(config.validation.score) for row in rows if row.broken is None}
+    why = kept(scores, config.checkpoint)  # by its own rules
     return [replace(row, kept=why.get(row.step, [])) for row in rows]
 
 

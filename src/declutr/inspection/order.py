@@ -10,7 +10,7 @@ from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.shards.lookup import find_entries
-from declutr.pipeline.shards.manifest import SPLITS, Manifest
+from declutr.pipeline.shards.manifest import SPLITS
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
@@ -143,11 +143,14 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         name: TaskOrder(task, shards[name], task.plan(shards[name].sizes), config.encoder)
         for name, task in config.tasks().items()
     }
-    wrong = [
-        f"{order.settings.prefix}{problem}; or {remedy[name]}"
-        for name, order in tasks.items()
-        for problem in _misfits(order.settings, order.shards.manifest)
-    ]
+    wrong = list[str]()
+    for name, order in tasks.items():
+        task, manifest = order.settings, order.shards.manifest
+        other_kind = kind_problem(task, manifest)
+        misfits = (
+            [other_kind] if other_kind else task.objective.problems(task.context(manifest.short_documents), manifest)
+        )
+        wrong += [f"{task.prefix}{problem}; or {remedy[name]}" for problem in misfits]
     wrong += [
         f"batch_documents = {order.settings.batch_documents}: the training split of {key} = {place} has {size:,} "
         f"documents, which is no run's data; {remedy[name]}"
@@ -161,13 +164,6 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         raise UsageError("\n".join(wrong))
     newest = read_last_step(folder / METRICS)
     return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
-
-
-def _misfits(task: TaskSettings, manifest: Manifest) -> list[str]:
-    """Reasons why a task cannot have read these shards."""
-    if other_kind := kind_problem(task, manifest):
-        return [other_kind]
-    return task.objective.problems(task.context(manifest.short_documents), manifest)
 
 
 def replacement(task: TaskSettings) -> str:

@@ -21,23 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from declutr.report.page import Role
+from declutr.report.page import STYLE, Role
 
 F64 = NDArray[np.float64]
-COLOURS = {
-    "kept": "#1f6fa8",
-    "short": "#d98a1f",
-    "dropped": "#8a6bb8",
-    "failed": "#c53a3a",
-    "s4": "#2f7d55",
-    "s5": "#a05a2c",
-    "s6": "#a03a78",
-    "s7": "#5b6470",
-    "ink": "#1f2328",
-    "muted": "#57606a",
-    "line": "#d7dde3",
-    "ground": "#ffffff",
-}
+COLOURS = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", STYLE.partition("@media")[0]))
 """Colours of the light scheme of style.css, by the name of its variable."""
 RUNS = ("kept", "short", "dropped", "failed", "s4", "s5", "s6", "s7")
 """Colours of the runs of a page."""

@@ -139,7 +139,11 @@ class Survey:
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int) -> None:
         """Adds rows of a unit's ledger, from ordinal `start` on."""
-        self._count(batch)
+        columns = tally_columns(batch)
+        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")  # ARCHIVE!MEMBER
+        self.sources.add(top, columns)
+        self.statuses.add(batch.column("status"), columns)
+        self.languages.add(batch.column("language"), columns)
         self._match(batch)
         statuses = batch.column("status").dictionary_encode()
         codes = statuses.indices.to_numpy()
@@ -149,13 +153,6 @@ class Survey:
             self.lengths[name].add(sizes[measured & (codes == code)])
             if name not in SPLITS:
                 self._draw(name, unit, start + np.flatnonzero(codes == code))
-
-    def _count(self, batch: pa.RecordBatch) -> None:
-        columns = tally_columns(batch)
-        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")  # ARCHIVE!MEMBER
-        self.sources.add(top, columns)
-        self.statuses.add(batch.column("status"), columns)
-        self.languages.add(batch.column("language"), columns)
 
     def _match(self, batch: pa.RecordBatch) -> None:
         """Counts kept and contaminated documents that hold text of evaluation sets."""

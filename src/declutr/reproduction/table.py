@@ -269,16 +269,15 @@ def write_results(
         failed: reason of each run of this call that failed, by its name.
     """
     cells, seeds = {run.cell: run for run in plan.runs}, sorted({run.seed for run in plan.runs})
-    records = {run.name: record for run, record in scored if record}
+    finished = [(run, record) for run, record in scored if record]
+    records = {run.name: record for run, record in finished}
     numbers: dict[str, dict[str, dict[int, float]]] = {heading: {} for heading in plan.columns}
     items: dict[str, dict[str, dict[int, Sequence[float]]]] = {heading: {} for heading in plan.columns}
-    for run, record in scored:
-        for heading, value in (
-            record["scores"].items() if record else ()
-        ):  # an encoder's stand beside those of each seed
-            of_seeds = dict.fromkeys([run.seed] if run.config else seeds, value)
-            numbers[heading].setdefault(run.cell, {}).update(of_seeds)
-            if record and (errors := record.get("items", {}).get(heading)):
+    for run, record in finished:
+        of_seeds = [run.seed] if run.config else seeds  # an encoder's stand beside those of each seed
+        for heading, value in record["scores"].items():
+            numbers[heading].setdefault(run.cell, {}).update(dict.fromkeys(of_seeds, value))
+            if errors := record.get("items", {}).get(heading):
                 items[heading].setdefault(run.cell, {}).update(dict.fromkeys(of_seeds, errors))
     labels = {cell: run.labels for cell, run in cells.items()}
     compared = {
@@ -333,9 +332,8 @@ def _markdown(
     for name, run in cells.items():
         planned = len({other.seed for other in plan.runs if other.cell == name or run.encoder})
         printed = plan.item.printed.get(name, {})
-        shown = (
-            _cell(column.get(name, {}), printed.get(heading), planned) for heading, column in results["numbers"].items()
-        )
+        columns = results["numbers"].items()
+        shown = (_cell(column.get(name, {}), printed.get(heading), planned) for heading, column in columns)
         yield f"| {name} | {' | '.join(shown)} |"
     for heading, differences in compared.items():
         if differences:

@@ -3,7 +3,7 @@
 An object store has no rename. So the list of a folder's files with their SHA-256 and sizes is written last (`commit`).
 A folder without this list, or whose files differ from it, is incomplete.
 
-Every method raises RemoteError if the store refuses, or did not answer within the time of `retries`.
+Every method raises RemoteError if the store refuses, or did not answer within `retry_seconds`.
 """
 
 import contextlib
@@ -49,6 +49,9 @@ from declutr.common.stores.address import (
 )
 
 _CHUNK_BYTES = 8 * 2**20
+RETRY_SECONDS = 600.0
+"""Time for which a store that does not answer is asked again."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0  # between two attempts; each wait is twice as long
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 # Errors that a retry does not change, as Arrow words them.
 _FINAL = re.compile(
@@ -60,30 +63,16 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class RetryPolicy:
-    """Retry times for a store that does not answer."""
-
-    total_seconds: float = 600.0
-    """Time after which retrying stops."""
-    first_seconds: float = 0.5
-    """Wait before the second attempt; each further wait is twice as long."""
-    longest_seconds: float = 30.0
-
-
-DEFAULT_RETRIES = RetryPolicy()
-
-
-@dataclass(frozen=True)
 class Folder:
     """A folder at an address; names of its files have their folders separated by `/`.
 
     Attributes:
         url: the address, with its options at the end.
-        retries: of every request.
+        retry_seconds: time after which a request that has no answer is not sent again; 0: it is sent once.
     """
 
     url: str
-    retries: RetryPolicy = DEFAULT_RETRIES
+    retry_seconds: float = RETRY_SECONDS
 
     def at(self, name: str) -> str:
         """Address of a file in the folder."""
@@ -336,7 +325,7 @@ class Folder:
                 files, place, _ = filesystem(url)
         except OSError as error:
             raise RemoteError(f"{redact(url)}: {explained(error)}") from error
-        began, wait, logged = time.monotonic(), self.retries.first_seconds, False
+        began, wait, logged = time.monotonic(), _FIRST_WAIT_SECONDS, False
         while True:
             try:
                 with network_errors():
@@ -350,14 +339,13 @@ class Folder:
                 cause, away = explained(error), time.monotonic() - began
                 if isinstance(error, PermissionError) or _FINAL.search(str(error)):
                     raise RemoteError(f"{url} refuses: {cause}") from error
-                if away + wait > self.retries.total_seconds:
+                if away + wait > self.retry_seconds:
                     raise RemoteError(f"{url} has not answered for {away:.0f} s, the last error: {cause}") from error
                 if not logged:
-                    seconds = self.retries.total_seconds
-                    get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, seconds)
+                    get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, self.retry_seconds)
                 logged = True
                 time.sleep(wait)
-                wait = min(2 * wait, self.retries.longest_seconds)
+                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
         if logged:
             get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
         return answer
