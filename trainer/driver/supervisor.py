@@ -240,8 +240,8 @@ class Supervisor:
                 return GroupFailure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
             hang = self._watchdog.look(reader.heartbeats, now)
             self._log_new_lines(reader.heartbeats)
-            if message := self._slow_start.look(reader.heartbeats, now):
-                get_logger().info("%s", message)
+            if waiting := self._slow_start.look(reader.heartbeats, now):
+                get_logger().info("%s", waiting)
             if hang is not None and self._hang is None:
                 self._hang = hang
                 get_logger().error("%s; starting the group again", hang)

@@ -261,8 +261,10 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         return Scored(scores, result.warnings, {"spearman": result.items["spearman.test"]})
 
     def features(split: Split) -> Table:
-        sides = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
-        return table(*sides, keep_both=task.keep_both)
+        first, second = (
+            embeddings[[rows[text] for text in side]] if side else None for side in (split.first, split.second)
+        )
+        return table(first, second, task.keep_both)
 
     splits = data.splits.items()  # train, dev and test, or those of the three that the procedure has
     if task.procedure == "relatedness":
@@ -272,8 +274,8 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         items = {"spearman": pair_errors(predicted, test.scores)}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
-        images = [Gallery(table(data.features[name]).first, features(part).first) for name, part in splits]
-        return Scored(retrieval(*images, config.seed))
+        galleries = (Gallery(table(data.features[name]).first, features(part).first) for name, part in splits)
+        return Scored(retrieval(*galleries, seed=config.seed))
     fits: dict[str, Callable[..., protocols.Outcome]] = {
         "inner_kfold": protocols.inner_kfold,
         "kfold": protocols.kfold,
