@@ -6,6 +6,7 @@ code does.
 """
 
 import copy
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score
 from sklearn.model_selection import StratifiedKFold
-from torch import nn
+from torch import Tensor, nn
 
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.protocols import bins
@@ -25,6 +26,23 @@ from declutr.evaluation.senteval.tasks import Split, TaskData
 
 Array = NDArray[Any]
 Scores = dict[str, float]
+
+
+class _Dropout(nn.Module):
+    """torch's dropout with a separate generator."""
+
+    def __init__(self, p: float, stream: torch.Generator) -> None:
+        super().__init__()
+        self.p, self.stream = p, stream
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Dropout":
+        return _Dropout(self.p, self.stream)  # a generator cannot be copied, and copies are only scored
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply dropout in training mode."""
+        if not self.training or self.p == 0:
+            return x
+        return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.stream).div_(1 - self.p)
 
 
 @dataclass
@@ -39,7 +57,7 @@ class Classifier:
         """Train until the tenacity is used up; without `dev`, use a random 5% of the rows."""
         config = self.config
         self.orders = np.random.RandomState(config.seed)
-        self.model: nn.Module = _layer(x.shape[1], self.num_classes, self.config.seed)
+        self.model = self._model(x.shape[1])
         if dev is None:
             drawn = self.orders.permutation(len(x))
             count = int(0.05 * len(x))
@@ -66,6 +84,14 @@ class Classifier:
                 misses += 1
         self.model, self.passes = best_model, passes
         return self
+
+    def _model(self, width: int) -> nn.Module:
+        hidden = self.config.num_hidden
+        widths = [width, hidden, self.num_classes] if hidden else [width, self.num_classes]
+        layers, stream = _layers(widths, self.config.seed)
+        if not hidden:
+            return nn.Sequential(*layers)
+        return nn.Sequential(layers[0], _Dropout(self.config.dropout, stream), nn.Sigmoid(), layers[1])
 
     def predict(self, x: Array) -> Array:
         """Predict classes of `x`, in batches."""
@@ -120,7 +146,7 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     """
     x, y = torch.from_numpy(parts["train"][0]).float(), torch.from_numpy(targets).float()
     orders = np.random.RandomState(seed)
-    model = nn.Sequential(_layer(x.shape[1], y.shape[1], seed), nn.Softmax(dim=-1))
+    model = nn.Sequential(*_layers([x.shape[1], y.shape[1]], seed)[0], nn.Softmax(dim=-1))
     optimizer = torch.optim.Adam(model.parameters())
     levels = np.arange(1, y.shape[1] + 1)
 
@@ -151,11 +177,14 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     return best, float(pearsonr(found, gold).statistic), float(spearmanr(found, gold).statistic)
 
 
-def _layer(inputs: int, outputs: int, seed: int) -> nn.Linear:
-    """A layer started like after `torch.manual_seed(seed)`; the global generator stays."""
+def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Generator]:
+    """Layers started like after `torch.manual_seed(seed)`, and the generator after that; the global one stays."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Linear(inputs, outputs)
+        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
+        stream = torch.Generator()
+        stream.set_state(torch.get_rng_state())
+    return layers, stream
 
 
 def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed: int) -> tuple[float, float]:

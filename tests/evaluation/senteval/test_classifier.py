@@ -19,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {
     "adam": ClassifierConfig(max_epoch=7, batch_size=16, tenacity=0, learning_rate=0.1, epoch_size=1),
     "rmsprop": ClassifierConfig(optimizer="rmsprop", max_epoch=12, epoch_size=2, tenacity=0, batch_size=16),
+    "hidden": ClassifierConfig(num_hidden=7, max_epoch=9, batch_size=16, tenacity=0, learning_rate=0.05, epoch_size=1),
+    "dropout": ClassifierConfig(
+        num_hidden=9, dropout=0.3, max_epoch=5, batch_size=16, tenacity=0, learning_rate=0.1, epoch_size=1
+    ),
 }
 DECAYS = (1e-5, 1e-2, 0.1)
 
@@ -67,7 +71,7 @@ def test_sets_that_do_not_fit_in_memory_together_are_the_same(data):
     wide = np.tile(features, 125)
     sets = [TrainingSet(s.train[:33], s.dev) for s in some_sets(13, np.random.RandomState(2))]
     held = examples(table(wide), labels)
-    config = ClassifierConfig(max_epoch=2, epoch_size=2)
+    config = ClassifierConfig(max_epoch=2, epoch_size=2, num_hidden=3, dropout=0.5)
     together = fit_many(held, held, sets, DECAYS[:1], config, 3)
     for place, one in enumerate(sets):
         alone = fit_many(held, held, [one], DECAYS[:1], config, 3)
@@ -91,7 +95,7 @@ def test_global_generators_are_neither_read_nor_moved(data):
     features, labels = data
     held = examples(table(features), labels)
     before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()  # noqa: NPY002
-    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["adam"], 3)
+    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["dropout"], 3)
     stratified_folds([0, 1] * 10, 2)
     hold_out(np.arange(40), 1)
     next(orders(1, 0, 9))
@@ -106,6 +110,7 @@ def test_presets_are_the_published_ones():
     assert (official.rate, quick.rate, official.max_epoch) == (1e-3, 1e-2, 200)
     snli = official.for_snli()
     assert (snli.decays, snli.max_epoch, snli.epoch_size) == ((1e-9,), 15, 1)
+    assert ClassifierConfig(num_hidden=50).for_word_content().num_hidden == 0
 
 
 @pytest.mark.parametrize(
@@ -174,16 +179,16 @@ def pairs():
 def test_inner_kfold_equals_a_plain_writing(pairs):
     first, _, _ = pairs
     labels = (first.sum(1) + np.random.RandomState(1).randn(150) > 1).astype(int)
-    found, _ = protocols.inner_kfold(examples(table(first), labels), 2, CONFIG)
-    dev, accuracy, _ = plain.inner_kfold(first, labels, 2, CONFIG)
-    assert found == {"devacc": dev, "acc": accuracy}
+    found, _, of_folds = protocols.inner_kfold(examples(table(first), labels), 2, CONFIG)
+    dev, accuracy, folds = plain.inner_kfold(first, labels, 2, CONFIG)
+    assert (found, of_folds) == ({"devacc": dev, "acc": accuracy}, folds)
 
 
 def test_kfold_of_pairs_equals_a_plain_writing(pairs):
     first, second, labels = pairs
     made = np.c_[np.abs(first - second), first * second]
     parts = [examples(table(first[s], second[s]), labels[s]) for s in (slice(110), slice(110, None))]
-    found, _ = protocols.kfold(*parts, 2, CONFIG)
+    found, *_ = protocols.kfold(*parts, 2, CONFIG)
     dev, accuracy, answers = plain.kfold(made[:110], labels[:110], made[110:], labels[110:], 2, CONFIG)
     assert (found["devacc"], found["acc"]) == (dev, accuracy)
     true = ((answers == 1) & (labels[110:] == 1)).sum()
@@ -196,7 +201,7 @@ def test_split_of_pairs_with_both_sides_equals_a_plain_writing(pairs, config):
     made = np.c_[first, second, first * second, np.abs(first - second)]
     ends = {"train": slice(90), "dev": slice(90, 120), "test": slice(120, None)}
     parts = [examples(table(first[s], second[s], keep_both=True), labels[s]) for s in ends.values()]
-    found, _ = protocols.split(*parts, 2, config)
+    found, *_ = protocols.split(*parts, 2, config)
     expected = plain.split({name: (made[s], labels[s]) for name, s in ends.items()}, 2, config)
     assert (found["devacc"], found["acc"]) == expected
 
@@ -207,7 +212,7 @@ def test_relatedness_equals_a_plain_writing(pairs):
     scores = np.clip(5 - 2 * np.abs(first - second).mean(1).astype(float), 1, 5)
     held = {"train": (first, second), "dev": (first[::2], second[::2]), "test": (first[1::2], second[1::2])}
     gold = {"train": scores, "dev": scores[::2], "test": scores[1::2]}
-    found, _ = relatedness(*[Pairs(table(*held[name]), gold[name]) for name in held])
+    found, *_ = relatedness(*[Pairs(table(*held[name]), gold[name]) for name in held])
     parts = {name: (np.c_[np.abs(a - b), a * b], gold[name]) for name, (a, b) in held.items()}
     expected = plain.relatedness(parts, bins(scores))
     assert [found[name] for name in CORRELATIONS] == pytest.approx(expected, abs=1e-4)
@@ -216,5 +221,6 @@ def test_relatedness_equals_a_plain_writing(pairs):
 def test_relatedness_of_an_encoder_that_has_collapsed_is_zero():
     scores = np.linspace(1, 5, 40)
     same = Pairs(table(np.ones((40, 3)), np.ones((40, 3))), scores)
-    found, _ = relatedness(same, same, same)
+    found, _, num_passes = relatedness(same, same, same)
     assert [found[name] for name in CORRELATIONS] == [0, 0, 0]
+    assert num_passes == 250  # the first is the best, four more miss it

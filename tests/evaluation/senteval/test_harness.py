@@ -72,6 +72,8 @@ def test_each_sentence_is_embedded_once_and_results_are_read_the_second_time(fol
     assert set(report.results) == {"SICKEntailment", "SICKRelatedness", "STS12"}
     assert not report.results["STS12"].comparable
     assert report.missing["MR"] == "not asked for"
+    (entailment,) = inspected(folder, "SICK-E")
+    assert report.results["SICKEntailment"].num_rows == len(entailment.data.splits["test"])
     again = Counting(allowed=0)
     assert scored(again, folder, tmp_path, "SICK-E", "SICK-R", "STS12") == first
     assert not list((tmp_path / "embeddings").rglob("*.npy"))  # of no use once all is scored
@@ -216,6 +218,13 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
     assert "MR" not in found.reports["senteval"].results
     assert "20" in found.reports["senteval"].missing["MR"]
     assert "STS12" in found.reports["senteval"].results
+
+
+def test_refused_data_give_no_result(folder, tmp_path):
+    inspections = [*inspected(folder, "STS12"), inspect(find("Tense"), folder)]
+    found = evaluate(Counting(), inspections, ScoringChoice(), tmp_path, HERE, lambda _: None)
+    assert set(found.reports["senteval"].results) == {"STS12"}
+    says(found.reports["senteval"].missing["Tense"], "Tense train", "16 rows", "published about 100,000")
 
 
 @pytest.mark.ray

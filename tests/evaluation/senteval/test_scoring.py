@@ -188,6 +188,7 @@ def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
     assert of_subset(score, "headlines") == correlate(np.array(pair), split.labels)
     benchmark = without_train(load(find("SICK-R"), tmp_path))
     score = score_sts(benchmark, *random_rows(benchmark))
+    assert {name.partition(".")[2] for name in score.scores} == {"dev", "test", "mean", "wmean", "all"}
     for name in ("dev", "test"):
         assert of_subset(score, name) == score_split(benchmark, name)
 

@@ -25,17 +25,10 @@ from torch import Tensor
 
 from declutr.evaluation.senteval.classifier import Examples, fit_many
 from declutr.evaluation.senteval.features import BlockBuffer, Table, TrainingSet, hold_out, orders, stratified_folds
-from declutr.evaluation.senteval.network import (
-    DEFAULT_RATES,
-    ClassifierConfig,
-    Network,
-    Updates,
-    linear_start,
-    write_gradients,
-)
+from declutr.evaluation.senteval.network import DEFAULT_RATES, ClassifierConfig, Network, Updates, linear_start
 
-Outcome = tuple[dict[str, float], NDArray[np.bool_]]
-"""Scores in percent, and `(N,)` true for test rows that were classified right, fold after fold.
+Outcome = tuple[dict[str, float], NDArray[np.bool_], list[float]]
+"""Scores in percent, `(N,)` true for test rows that were classified right, fold after fold, and accuracies of folds.
 
 devacc: mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set. acc: accuracy on the
 test rows; over folds the mean. f1: of class 1 on the test rows, for tasks with two classes and a test set (kfold).
@@ -63,7 +56,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> O
     right = [refits.predict(fold, 0, data.features, test) == labels[test] for fold, (_, test) in enumerate(outer)]
     tests = [_percent(own) for own in right]
     dev_accuracy = float(np.round(np.mean([max(mean) for mean in means]), 2))
-    return {"devacc": dev_accuracy, "acc": float(np.round(np.mean(tests), 2))}, np.concatenate(right)
+    return {"devacc": dev_accuracy, "acc": float(np.round(np.mean(tests), 2))}, np.concatenate(right), tests
 
 
 def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
@@ -82,7 +75,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     )
     truth, answers = test.labels.numpy(), refit.predict(0, 0, test.features)
     scores = {"devacc": max(means), "acc": _percent(answers == truth)}
-    return scores | ({"f1": _f1(answers, truth)} if num_classes == 2 else {}), answers == truth
+    return scores | ({"f1": _f1(answers, truth)} if num_classes == 2 else {}), answers == truth, [scores["acc"]]
 
 
 def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
@@ -97,7 +90,7 @@ def split(train: Examples, dev: Examples, test: Examples, num_classes: int, conf
     chosen = int(np.argmax(scores))
     # The official code repeats this fit with the same seed, which gives the same weights.
     right = fits.predict(0, chosen, test.features) == test.labels.numpy()
-    return {"devacc": scores[chosen], "acc": _percent(right)}, right
+    return {"devacc": scores[chosen], "acc": _percent(right)}, right, [_percent(right)]
 
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:
@@ -153,13 +146,13 @@ def bins(scores: ArrayLike) -> NDArray[np.float32]:
 
 def relatedness(
     train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111
-) -> tuple[dict[str, float], NDArray[np.float64]]:
+) -> tuple[dict[str, float], NDArray[np.float64], int]:
     """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`.
 
     Returns:
         Correlations in -1..1, 0 if undefined: `devpearson`, and on the test set `pearson` and `spearman` (ties
-        averaged), which are undefined if all predictions are equal to within 1e-6, and `mse`; and the (N,) predicted
-        scores of the test pairs.
+        averaged), which are undefined if all predictions are equal to within 1e-6, and `mse`; the (N,) predicted
+        scores of the test pairs; and the number of passes until the fit stopped.
     """
     target = torch.from_numpy(bins(train.scores))
     start = linear_start(train.features.width, NUM_BINS, torch.Generator().manual_seed(seed))
@@ -182,7 +175,8 @@ def relatedness(
         name: _correlation(kind, predicted, test.scores)
         for name, kind in (("pearson", pearsonr), ("spearman", spearmanr))
     }
-    return {"devpearson": best} | correlations | {"mse": float(((predicted - test.scores) ** 2).mean())}, predicted
+    scores = {"devpearson": best} | correlations | {"mse": float(((predicted - test.scores) ** 2).mean())}
+    return scores, predicted, num_passes
 
 
 def predict(network: Network, features: Table) -> NDArray[np.float64]:
@@ -190,7 +184,7 @@ def predict(network: Network, features: Table) -> NDArray[np.float64]:
     buffer = BlockBuffer(features, 1, _SCORING_ROWS)
     places = torch.arange(len(features))
     batches = places.split(_SCORING_ROWS)
-    parts = [torch.softmax(network.forward(buffer.take(part[None])), 2)[0, 0] for part in batches]
+    parts = [torch.softmax(network.forward(buffer.take(part[None]))[-1], 2)[0, 0] for part in batches]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
     return np.arange(1, NUM_BINS + 1) @ shares
 
@@ -201,10 +195,11 @@ def _pass(features: Table, target: Tensor, order: Tensor, network: Network, upda
     targets = target[order].mT  # (bins, N): rows come last, as in the network
     for start, places in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
         rows = buffer.take(places[None])
-        shares = torch.softmax(network.forward(rows), 2)
+        outputs = network.forward(rows)
+        shares = torch.softmax(outputs[-1], 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
         outer = (shares - targets[:, start : start + len(places)]).mul_(2 / (len(places) * NUM_BINS)).mul_(shares)
-        write_gradients(rows, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
+        network.backward(rows, 1.0, outputs, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
         updates.step(network.parameters, gradients)
 
 

@@ -243,13 +243,13 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
     """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
-    The exceptions from the classifier settings for SNLI are applied here.
+    The exceptions from the classifier settings for SNLI and WordContent are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
     """
     task, rows = data.task, sentence_rows([data])
-    config = config.for_snli() if task.name == "SNLI" else config
+    config = {"SNLI": config.for_snli(), "WordContent": config.for_word_content()}.get(task.name, config)
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
@@ -261,26 +261,26 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
         return Scored(scores, result.warnings, {"spearman": result.items["spearman.test"]})
 
     def features(split: Split) -> Table:
-        first, second = (
-            embeddings[[rows[text] for text in side]] if side else None for side in (split.first, split.second)
-        )
+        first = embeddings[[rows[text] for text in split.first]]
+        second = embeddings[[rows[text] for text in split.second]] if split.second else None
         return table(first, second, task.keep_both)
 
     splits = data.splits.items()  # train, dev and test, or those of the three that the procedure has
     if task.procedure == "relatedness":
         train, dev, test = (protocols.Pairs(features(part), np.asarray(part.labels, np.float64)) for _, part in splits)
-        scores, predicted = protocols.relatedness(train, dev, test, config.seed)
+        scores, predicted, _ = protocols.relatedness(train, dev, test, config.seed)
         flat = scores["devpearson"] <= 0 and scores["pearson"] == 0
         items = {"spearman": pair_errors(predicted, test.scores)}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
         galleries = (Gallery(table(data.features[name]).first, features(part).first) for name, part in splits)
-        return Scored(retrieval(*galleries, seed=config.seed))
+        recalls, dev_total, _ = retrieval(*galleries, seed=config.seed)
+        return Scored(dict(zip(RECALLS, recalls[: len(RECALLS)], strict=True)) | {"devacc": dev_total})
     fits: dict[str, Callable[..., protocols.Outcome]] = {
         "inner_kfold": protocols.inner_kfold,
         "kfold": protocols.kfold,
         "split": protocols.split,
     }
     parts = (examples(features(part), part.labels) for _, part in splits)
-    scores, right = fits[task.procedure](*parts, len(data.classes), config)
+    scores, right, _ = fits[task.procedure](*parts, len(data.classes), config)
     return Scored(scores, items={"acc": item_errors(right.astype(np.float64), scale=100)})
