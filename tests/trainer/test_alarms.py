@@ -116,7 +116,7 @@ def test_alarms_of_a_resumed_run_are_not_given_again():
     first = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     found = [alarm for line in lines for alarm in first.add(line)]
     assert [(alarm["alarm"], alarm["step"]) for alarm in found] == [("starving", 24)]
-    lines.insert(24, {"kind": "alarm", "step": 24, **found[0].line()})
+    lines.insert(24, found[0])
     second = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     second.replay(lines)
     assert second.add(line_of(40, data_wait_share=0.9, loss=1.0)) == []

@@ -148,7 +148,7 @@ def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objec
         expected = one.batch(table, FIRST_EPOCH)
         assert same(two.batch(table, FIRST_EPOCH), expected) == (count == 1)
     everything = two.batch(shard_rows("fewer_anchors"), np.zeros(5, np.int64))
-    kinds = [7] + [7] * two.unmasked_anchors + [14] * two.include_positives
+    kinds = [7] + [7] * two.config.unmasked_anchors + [14] * two.config.embeds
     assert everything.num_spans == sum(kinds)
 
 
