@@ -73,22 +73,31 @@ if TYPE_CHECKING:  # loads Ray, which no refused run waits for
 _FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
-def _ray_in_thread(config: TrainConfig) -> threading.Thread | None:
-    """A thread that starts Ray during loading and checks; None if the run is finished, or the caller has a session."""
+def _start_ray_aside(config: TrainConfig) -> threading.Event | None:
+    """Starts Ray during loading and checks; the event comes when Ray has started or failed to.
+
+    None if the run is finished, or the caller has a session.
+    """
     session = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if session or (not is_remote(config.run) and (expand(config.run) / SUMMARY).is_file()):
         return None
 
+    # Not the thread's `join`: one that a signal interrupts marks the thread as ended, and Ray would be shut down while
+    # it starts.
+    tried = threading.Event()
+
     def start() -> None:
         from declutr.common.session import start_ray
 
-        with contextlib.suppress(Exception):  # the supervisor retries and reports the error
-            start_ray(config.scaling.num_cpus, config.scaling.address)
+        try:
+            with contextlib.suppress(Exception):  # the supervisor retries and reports the error
+                start_ray(config.scaling.num_cpus, config.scaling.address)
+        finally:
+            tried.set()
 
-    thread = threading.Thread(target=start, name="declutr-ray", daemon=True)
     get_logger().info("starting Ray while loading torch and transformers")
-    thread.start()
-    return thread
+    threading.Thread(target=start, name="declutr-ray", daemon=True).start()
+    return tried
 
 
 def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def _train(
     config: TrainConfig,
     plan: RunPlan | None,
     started: float | None = None,
-    wait_for_ray: Callable[[], None] | None = None,
+    wait_for_ray: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """Trains; the arguments are those of `run_training`."""
     try:
@@ -130,7 +139,7 @@ def _train(
 def run_training(
     config: TrainConfig,
     started: float | None = None,
-    wait_for_ray: Callable[[], None] | None = None,
+    wait_for_ray: Callable[[], object] | None = None,
     plan: RunPlan | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step, continuing from the run folder's newest checkpoint, and exports the encoder.
@@ -352,13 +361,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.plan:
         sys.stdout.write(_estimate(plan or resolve(config)))
         return 0
-    early = None if config.scaling.local else _ray_in_thread(config)
-    wait_for_ray: Callable[[], None] = early.join if early else lambda: None
+    early = None if config.scaling.local else _start_ray_aside(config)
+    wait_for_ray: Callable[[], object] = early.wait if early else lambda: None
     try:
         summary = _train(config, plan, _began(), None if config.scaling.local else wait_for_ray)
     finally:
         if early:  # also after a refused run
-            early.join()
+            early.wait()
             import ray
 
             ray.shutdown()

@@ -212,6 +212,8 @@ def test_numbers_at_the_bounds_are_accepted_and_frozen(load):
     assert (config.seed, config.high, config.inner.rate) == (2**63 - 1, 10**12, 1e-30)
     with pytest.raises(ValueError, match="frozen"):
         Inner().size = 3
+    with pytest.raises(ConfigError, match=all_of("seed", "9,223,372,036,854,775,807")):
+        load_config({"name": "a", "seed": 10**400}, "train", Outer)  # no float has it
 
 
 @pytest.mark.slow

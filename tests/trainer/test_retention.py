@@ -170,7 +170,9 @@ def test_laws_of_a_best_score(scores):
     assert all(score < scores[best] for step, score in scores.items() if step < best)
     since = len([step for step in scores if step > best])
     assert early_end(scores, "mrr", since + 1) is None
-    says(early_end(scores, "mrr", since), f"step {best}", f"none of the {since} scores", f"validation.patience = {since}")
+    says(
+        early_end(scores, "mrr", since), f"step {best}", f"none of the {since} scores", f"validation.patience = {since}"
+    )
 
 
 def test_held_out_scores_begin_after_the_untrained_weights(tmp_path):
@@ -198,6 +200,15 @@ def test_lines_and_checkpoints_without_a_score_do_not_count(tmp_path):
     assert (history(tmp_path, "distant_mrr", 8), history(tmp_path, "mrr", 8)) == ({8: 0.2}, {6: 0.9, 8: 0.1})
     assert find_best(tmp_path / "checkpoints", "distant_mrr")[1].step == 8
     assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 6
+
+
+@pytest.mark.parametrize("name", ["encoder.safetensors", "state.json"])
+def test_a_broken_best_is_named_and_the_next_is_taken(tmp_path, log, name):
+    for step, score in ((2, 0.5), (4, 0.9), (6, 0.1)):
+        write(tmp_path, step, score)
+    truncate(checkpoint.checkpoint_path(tmp_path, 4) / name)
+    assert find_best(tmp_path, "mrr")[1].step == 2
+    says(log, "skipping a broken checkpoint", "step-00000004")
 
 
 def config_of(**changes):

@@ -130,10 +130,10 @@ def steps_in(folder: Path) -> list[int]:
     return steps_among(names)
 
 
-def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
+def states_in(folder: Path, warn: bool = False) -> Iterator[tuple[int, RunState]]:
     """Steps and states of the checkpoints whose state can be read, in order; their files are not verified.
 
-    Other checkpoints are skipped silently; the resume of a run logs them.
+    Others are skipped, with a warning if `warn` says so; the resume of a run warns of those it looks at.
 
     Raises:
         OSError: as `steps_in`.
@@ -141,7 +141,9 @@ def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
     for step in steps_in(folder):
         try:
             state = read_state(checkpoint_path(folder, step), verify=False)
-        except CheckpointError:
+        except CheckpointError as error:
+            if warn:
+                get_logger().warning("skipping a broken checkpoint: %s", error)
             continue
         yield step, state
 

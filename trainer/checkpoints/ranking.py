@@ -27,8 +27,12 @@ def from_best(scores: Mapping[int, float]) -> list[int]:
 
 
 def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
-    """Finds the checkpoint with the highest score among those that verify; the earliest of equal scores."""
-    scores = {step: state.scores[score] for step, state in checkpoint.states_in(folder) if score in state.scores}
+    """Finds the checkpoint with the highest score among those that verify; the earliest of equal scores.
+
+    Logs each one that it skips, because it may have been the best.
+    """
+    states = checkpoint.states_in(folder, warn=True)
+    scores = {step: state.scores[score] for step, state in states if score in state.scores}
     return checkpoint.first_whole(folder, from_best(scores))
 
 

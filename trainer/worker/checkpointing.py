@@ -25,7 +25,7 @@ from declutr.trainer.parallel.request import Request
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.worker.heartbeat import Heartbeat
 
-if TYPE_CHECKING:  # loads Ray, which a run without it does not need
+if TYPE_CHECKING:  # it imports this file
     from declutr.trainer.worker.entry import Reporter
 
 _NO_ROWS: F64 = np.empty(0)

@@ -262,7 +262,7 @@ def _number_problem(value: Any, kinds: set[type], is_seed: bool) -> str | None:
     if not isinstance(value, int | float):
         return None
     limit = MAX_SEED if is_seed else MAX_NUMBER
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if abs(value) > limit:
         return f"must be at most {limit:,}" if value > 0 else f"must be at least -{limit:,}"
