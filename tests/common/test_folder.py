@@ -160,12 +160,10 @@ def test_files_and_what_has_no_list_of_its_own(place, folder, tmp_path):
     assert place.pull("note", tmp_path / "note")
     assert (tmp_path / "note").read_bytes() == b"1"
     assert not place.pull("nothing", tmp_path / "note")
-    for _ in range(2):
-        fetch_all(place, tmp_path / "all")
-        fetched = {name for name in contents(tmp_path / "all") if not name.endswith(".lock")}
-        assert fetched == {"note", "loose/note", "whole/a.bin", "whole/deep/b c.txt", "whole/empty"}
-        place.put("note", b"3")
-    assert (tmp_path / "all" / "note").read_bytes() == b"3"
+    fetch_all(place, tmp_path / "all")
+    fetched = contents(tmp_path / "all")
+    assert fetched.keys() == {"note", "loose/note", "whole/a.bin", "whole/deep/b c.txt", "whole/empty"}
+    assert fetched["note"] == b"1"
     place.delete("note")
     place.delete("note")
     assert place.names() == ["loose", "whole"]
