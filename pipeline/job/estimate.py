@@ -1,4 +1,4 @@
-"""`prepare --plan`: the result and the duration of a preparation, estimated from a stratified sample of the corpus."""
+"""`prepare --plan`: the result and the duration of a preparation, estimated from a sample of the corpus."""
 
 import heapq
 import math
@@ -18,18 +18,17 @@ from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import duration
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.output import Preparation, output_engine
-from declutr.pipeline.job.units import RunningCounts, Unit, UnitReader, read_unit
+from declutr.pipeline.job.units import Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, Part, ReadFailure, Record, bare_suffix
 from declutr.pipeline.shards.content import MEDIA_KINDS, noun_of, size_noun
-from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts
+from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, sum_counts
 from declutr.pipeline.shards.media import Clip, Image
 from declutr.pipeline.shards.writer import UINT16_VOCABULARY
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
-MAX_STRATA = 16
 _SAMPLED_PARTS = 64
-_MIN_PARTS = 4  # sampled parts of a small stratum, because a small file may hold most of the documents
+_MIN_PARTS = 4  # sampled parts of a kind, because its few bytes may hold most of the documents
 _SAMPLE_SECONDS = 20.0
 _LEAST_RECORDS = 256  # records that are read of each sampled part, even if there is no time
 _ROW_BYTES = 64  # bytes of a shard row without tokens and windows: id, lengths, offset and a short source
@@ -40,75 +39,48 @@ Sums = NDArray[np.float64]
 
 
 @dataclass
-class Sampled:
-    """A part in the sample, of which at least the beginning is read."""
+class Sample:
+    """Parts of one format and about one size; the beginning of the middle one is read and stands for all of them."""
 
-    part: Part
-    stands_for: float
-    """Input bytes of its stratum that it represents."""
+    parts: list[Part]
     num_bytes: int = 0
     """Input bytes that were read."""
     sums: Sums = field(default_factory=lambda: np.zeros(len(SUMS)))
     """Sums over the records that were read."""
 
-
-@dataclass
-class Stratum:
-    """Parts of one folder and one format, and the sampled ones among them, in order."""
-
-    parts: list[Part]
-    sampled: list[Sampled]
+    @property
+    def part(self) -> Part:
+        """The part that is read."""
+        return self.parts[len(self.parts) // 2]
 
     @property
-    def num_bytes(self) -> int:
-        """Input bytes."""
+    def stands_for(self) -> int:
+        """Input bytes of all its parts."""
         return sum(part.num_bytes for part in self.parts)
 
-    def totals(self) -> Sums:
-        """Estimated sums over the stratum, `(sums,)`."""
-        pieces = [sample.sums * (sample.stands_for / max(1, sample.num_bytes)) for sample in self.sampled]
-        sums: Sums = np.sum(pieces, axis=0)
-        return sums
 
+def draw_samples(parts: Sequence[Part]) -> list[Sample]:
+    """Groups parts by format and size, with groups in proportion to the bytes of each kind but at least a few.
 
-def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
-    """Draws parts by top folder and format, in proportion to the bytes of each stratum but at least a few.
-
-    If there are more than 16 strata, those with the fewest bytes are merged.
+    Small files may hold most of the documents, so large ones do not stand for them. Of whole files, which are often one
+    document each, neighbours have about the same size, or a short one would stand for hundreds.
     """
-
-    def kind_of(part: Part) -> tuple[str, str]:
-        return part.source.partition("/")[0] if "/" in part.source else "", part.format + bare_suffix(part.source)
-
-    parts = [part for part in parts if part.num_bytes]
-    sizes = Counter[tuple[str, str]]()
+    kinds: dict[tuple[str, int], list[Part]] = defaultdict(list)
     for part in parts:
-        sizes[kind_of(part)] += part.num_bytes
-    largest = {kind for kind, _ in sizes.most_common(MAX_STRATA)}
-    groups: dict[tuple[str, str], list[Part]] = defaultdict(list)
-    for part in parts:
-        kind = kind_of(part)
-        groups[kind if kind in largest else ("", kind[1])].append(part)
-    total = sum(part.num_bytes for part in parts)
-    return [_draw(groups[kind], total) for kind in sorted(groups)]
+        if part.num_bytes:
+            # Sizes of a kind differ by a factor of less than 4, so the number of kinds is bounded by that of formats.
+            kinds[part.format + bare_suffix(part.source), part.num_bytes.bit_length() // 2].append(part)
+    total, samples = sum(part.num_bytes for part in parts), list[Sample]()
+    for kind in sorted(kinds):
+        members = sorted(kinds[kind], key=lambda part: part.num_bytes)
+        share = sum(part.num_bytes for part in members) / total
+        count = min(len(members), max(_MIN_PARTS, math.ceil(_SAMPLED_PARTS * share)))
+        cuts = [len(members) * index // count for index in range(count + 1)]
+        samples += [Sample(members[start:stop]) for start, stop in pairwise(cuts)]
+    return samples
 
 
-def _draw(parts: list[Part], total: int) -> Stratum:
-    """Draws the middle part of each of some equal groups of neighbours, which it stands for.
-
-    Of whole files, neighbours have about the same size: a file is often one document, so its documents do not follow
-    its bytes, and a short one would stand for hundreds.
-    """
-    count = max(_MIN_PARTS, math.ceil(_SAMPLED_PARTS * sum(part.num_bytes for part in parts) / total))
-    count = min(count, len(parts))
-    if parts[0].format == "stream":
-        parts = sorted(parts, key=lambda part: (part.num_bytes, part.source))
-    cuts = [len(parts) * index // count for index in range(count + 1)]
-    groups = [parts[start:stop] for start, stop in pairwise(cuts)]
-    return Stratum(parts, [Sampled(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups])
-
-
-def read_for(seconds: float, reader: UnitReader, sample: Sampled, failures: list[ReadFailure]) -> Iterator[Record]:
+def read_for(seconds: float, reader: UnitReader, sample: Sample, failures: list[ReadFailure]) -> Iterator[Record]:
     """The records of a part until the time is over; adds to the bytes of the sample those that they were read from.
 
     A reader takes its input in pieces, so its consumed bytes are ahead of its records. The two agree when the reader
@@ -147,15 +119,15 @@ def makespan(seconds: Iterable[float], num_cpus: int) -> float:
 
 
 def _read_sample(
-    job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, sampled: Sequence[Sampled]
+    job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, samples: Sequence[Sample]
 ) -> tuple[Counts, list[ReadFailure]]:
     """Processes the sampled parts like a task for about 20 seconds; adds their bytes and sums to them."""
-    config, failures, total = job.config, list[ReadFailure](), sum(sample.stands_for for sample in sampled)
+    config, failures, total = job.config, list[ReadFailure](), sum(sample.stands_for for sample in samples)
     engine = output_engine(job, folder, job.units)
     decide = partial(decide_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
     list(decide(iter(())))  # load the tokenizer before the clock starts
-    running = RunningCounts()
-    for sample in sampled:
+    running = Counts()
+    for sample in samples:
         started, seconds = time.process_time(), _SAMPLE_SECONDS * sample.stands_for / total
         reader = read_unit(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
         for decision, content in decide(read_for(seconds, reader, sample, failures)):
@@ -166,32 +138,29 @@ def _read_sample(
             num_tokens = (entry.num_tokens or 0) if kept else 0
             sample.sums += [1, kept, num_tokens, entry.text_bytes, 0, num_texts, media_bytes]
         sample.sums[SUMS.index("cpu_seconds")] = time.process_time() - started
-    return running.counts(), failures
+    return sum_counts([running]), failures
 
 
 def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cpus: int | None = None) -> Estimate:
     """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
-    Each folder and each format is estimated separately (`draw_strata`) from at least a few parts: if small
-    files hold most of the documents, large ones say nothing about them. The time is that on `cpus` CPUs, at least 1;
-    None: on those of the session, else on all of this machine.
+    The time is that on `cpus` CPUs, at least 1; None: on those of the session, else on all of this machine.
 
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     config, units, kind = job.config, job.units, job.config.content.kind
-    strata = draw_strata([part for unit in units for part in unit.parts])
-    sampled = [sample for stratum in strata for sample in stratum.sampled]
-    total = sum(stratum.num_bytes for stratum in strata)
-    counts, failures = _read_sample(job, folder, tokenizer, sampled)
+    samples = draw_samples([part for unit in units for part in unit.parts])
+    counts, failures = _read_sample(job, folder, tokenizer, samples)
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
-    totals = [stratum.totals() for stratum in strata]
+    means = [sample.sums / max(1, sample.num_bytes) for sample in samples]  # for a byte of input
+    totals = [mean * sample.stands_for for mean, sample in zip(means, samples, strict=True)]
     sums = dict(zip(SUMS, np.sum([np.zeros(len(SUMS)), *totals], axis=0).tolist(), strict=True))
     rates = {
-        (part.source, part.start): float(of_stratum[SUMS.index("cpu_seconds")]) / stratum.num_bytes
-        for stratum, of_stratum in zip(strata, totals, strict=True)
-        for part in stratum.parts
+        (part.source, part.start): float(mean[SUMS.index("cpu_seconds")])
+        for mean, sample in zip(means, samples, strict=True)
+        for part in sample.parts
     }
     of_units = [sum(rates.get((part.source, part.start), 0) * part.num_bytes for part in unit.parts) for unit in units]
     num_cpus = cpus or config.session.num_cpus or os.cpu_count() or 1
@@ -199,7 +168,7 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cp
     window_bytes = 4 / config.geometry.max_tokens if kind == "documents" else 0
     shard_bytes = sums["num_tokens"] * (token_bytes + window_bytes) + sums["kept"] * _ROW_BYTES
     shard_bytes += sums["num_texts"] * _TEXT_BYTES + sums["media_bytes"]
-    num_bytes = sum(sample.num_bytes for sample in sampled)
+    num_bytes, total = (sum(getattr(sample, name) for sample in samples) for name in ("num_bytes", "stands_for"))
     documents, kept, num_tokens = (round(sums[name]) for name in ("documents", "kept", "num_tokens"))
     about = "about " if num_bytes < total else ""
     not_kept = Counter({**counts.dropped, **counts.failed}).most_common()

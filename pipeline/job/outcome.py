@@ -139,7 +139,7 @@ def losses_hint(losses: Losses, kind: ContentKind) -> Sequence[str]:
         lines.append(f"{broken}, with about {lost:,} more {nouns}, by those in whole files")
     worst = losses.worst(_MUCH_OF_A_FILE)
     for source, file in worst[:_EXAMPLES]:
-        lines.append(f"{source}: {file.failed:,} of {file.read + file.failed:,} {nouns} failed")
+        lines.append(f"{source}: {file['failed']:,} of {file['read'] + file['failed']:,} {nouns} failed")
     return [*lines, *([f"and {len(worst) - _EXAMPLES:,} more such files"] if len(worst) > _EXAMPLES else [])]
 
 

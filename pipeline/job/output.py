@@ -29,7 +29,7 @@ from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.document_filter import fingerprints, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
-from declutr.pipeline.job.units import Corpus, Unit, finished_sidecar, hash_unit, load_sidecar, read_unit
+from declutr.pipeline.job.units import UNITS, Corpus, Unit, finished_sidecar, hash_unit, load_sidecar, read_unit
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.readers.corpus import MIB
 from declutr.pipeline.readers.input_state import InputState, digest_parts
@@ -48,7 +48,6 @@ from declutr.pipeline.tokenizer.tokenization import (
     train_tokenizer,
 )
 
-PROGRESS = "progress.jsonl"
 HEARTBEATS = "heartbeats"
 Stage = Literal["prepare", "select"]
 _COMPARISONS = 4  # units whose inputs are compared at a time
@@ -248,11 +247,11 @@ class Output:
     def discard(self) -> None:
         """Removes everything that a preparation wrote, except its lock."""
         # By name, because the folder may hold files of the user.
-        for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, HEARTBEATS):
+        for name in (TOKENIZER, UNITS, LEDGERS, REJECTED, CANDIDATES, HEARTBEATS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
+        for name in (MANIFEST, PLAN, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)
 
 

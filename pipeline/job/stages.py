@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
 from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage, output_engine
+from declutr.pipeline.job.output import HEARTBEATS, Preparation, Stage, output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import BEAT_SECONDS, most_frequent_labels, write_selected, write_unit
@@ -82,12 +81,10 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
             write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine, beats=beats)
         start_ray(output.session.num_cpus, output.session.address)
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
-        items = [
-            {"unit": unit.model_dump_json(), "needs": encoded(stored.files_of(stage, unit.name) if stored else {})}
-            for unit in todo
-        ]
+        needs = {unit.name: encoded(stored.needed_files(stage, unit.name) if stored else {}) for unit in todo}
+        items = [{"unit": unit.model_dump_json(), "needs": needs[unit.name]} for unit in todo]
         rows = ray.data.from_items(items, override_num_blocks=len(todo))
-        arguments = {"stage": stage, "folder": str(output.folder), "write": write}
+        arguments: dict[str, Any] = {"folder": str(output.folder), "write": write}
         arguments["other_hosts"] = stored is not None or config.session.address is not None
         if stored is not None:
             arguments |= {"store": stored.store, "shared": stored.shared_files(stage)}
@@ -102,7 +99,7 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
                         raise _stopped(stage, output.name, row["problem"])
                     sidecar = Sidecar.model_validate_json(row["sidecar"])
                     if stored is not None:
-                        stored.add(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
+                        stored.add(stage, sidecar)
                     sidecars[sidecar.unit] = sidecar
                     progress.add(sidecar)
             except WorkerCrashedError as error:
@@ -118,7 +115,6 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
 
 def work_on(
     row: dict[str, Any],
-    stage: Stage,
     folder: str,
     write: Callable[[Unit, Path], Sidecar],
     other_hosts: bool,
@@ -128,13 +124,13 @@ def work_on(
     """Processes one unit; Ray Data maps it from `{"unit": JSON}` to `{"sidecar": JSON, "problem": message}`.
 
     If the output is in a store, the unit's files are made in a temporary folder of this host, and sent; the row then
-    has the list of the files that the task needs (`needs`), and the answer the list of those that it has sent (`sent`).
+    has the list of the files that the task needs (`needs`).
 
     A full disk or a damaged file is returned as a problem; raised here, users would see it as a traceback of Ray.
     """
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    unit, sent = Unit.model_validate_json(row["unit"]), b""
+    unit = Unit.model_validate_json(row["unit"])
     try:
         if other_hosts:  # on the command's own host the plan has looked at every file
             _refuse_missing(unit)
@@ -144,10 +140,10 @@ def work_on(
             needs = decoded(row["needs"], unit.name)
             with store.staging_dir(shared or {}, needs) as place:
                 sidecar = write(unit, place)
-                sent = encoded(store.send_written(stage, unit.name, place, needs))
+                store.send_written(place, needs)
     except (OSError, ShardError) as error:  # others are our bugs, whose traceback is needed
-        return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
-    return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
+        return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
+    return {"sidecar": sidecar.model_dump_json(), "problem": ""}
 
 
 def _refuse_missing(unit: Unit) -> None:
@@ -169,21 +165,19 @@ def _stopped(stage: str, output: str, problem: object) -> ShardError:
 
 
 class Progress(Watcher):
-    """Input bytes, documents and kept documents of finished units and of those in work, every two seconds.
-
-    A bar shows them to users; programs read lines of `progress.jsonl`.
+    """A bar of input bytes, documents and kept documents of finished units and of those in work, every two seconds.
 
     Args:
         folder: output folder.
-        stage: name of the stage, for the bar and the lines.
+        stage: name of the stage.
         total_bytes: input bytes of all units.
         done: sidecars of units that were finished before this run.
-        rows: noun of the rows, for the bar.
+        rows: noun of the rows.
     """
 
     def __init__(self, folder: Path, stage: Stage, total_bytes: int, done: list[Sidecar], rows: str) -> None:
         super().__init__(BEAT_SECONDS, "declutr-progress")
-        self._folder, self._stage, self._rows, self._lock = folder, stage, rows, threading.Lock()
+        self._folder, self._rows, self._lock = folder, rows, threading.Lock()
         self._finished, self._numbers = set[str](), [0, 0, 0]
         self._bar = bar(
             total=total_bytes,
@@ -194,7 +188,6 @@ class Progress(Watcher):
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
-        self._started, self._before = time.monotonic(), self._bar.n
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
         (folder / HEARTBEATS).mkdir()
         for sidecar in done:
@@ -222,19 +215,6 @@ class Progress(Watcher):
             num_bytes, documents, kept = now
             self._bar.set_postfix_str(f"{documents:,} {self._rows}, {kept / max(1, documents):.0%} kept", refresh=False)
             self._bar.update(num_bytes - self._bar.n)
-            seconds = time.monotonic() - self._started
-            rate = (num_bytes - self._before) / seconds
-            line = {
-                "stage": self._stage,
-                "seconds": round(seconds, 3),
-                "documents": documents,
-                "kept": kept,
-                "input_bytes": num_bytes,
-                "total_input_bytes": self._bar.total,
-                "eta_seconds": round((self._bar.total - num_bytes) / rate, 1) if rate > 0 else None,
-            }
-            with contextlib.suppress(OSError), (self._folder / PROGRESS).open("a") as file:  # it serves only messages
-                file.write(f"{json.dumps(line)}\n")
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

@@ -107,7 +107,7 @@ def write_unit(
                     labels += [content.label] if isinstance(content, Image | Clip) and content.label else []
             # A compressed file of any size is one unit. Only the command's host and a shared folder have `beats`.
             if beats and time.monotonic() - last_beat >= BEAT_SECONDS and beats.is_dir():
-                last_beat, counts = time.monotonic(), writer.running.counts()
+                last_beat, counts = time.monotonic(), writer.running
                 # a full disk ends the unit where it writes what matters
                 with contextlib.suppress(OSError), atomic_file(beats / unit.name) as path:
                     path.write_text(json.dumps([reader.bytes_read, counts.read, counts.kept]))

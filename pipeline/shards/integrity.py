@@ -1,20 +1,22 @@
-"""The index that readers of shards need, and checks of a shard's columns and rows: offsets, windows, texts, ids.
+"""Checks of a shard's columns and rows: offsets, windows, texts, ids.
 
 A shard may come from someone else, and Arrow reads wherever a file's offsets point.
 """
 
-from pathlib import Path
-from typing import Literal
-
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from declutr.common.errors import ShardError
-from declutr.pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
-from declutr.pipeline.shards.manifest import MANIFEST, SCHEMA_VERSION, load_manifest
+from declutr.pipeline.shards.content import (
+    LABELS,
+    NO_LABEL,
+    TRIPLE_LABELS,
+    AudioContent,
+    ContentKind,
+    ImagesContent,
+    TextKind,
+)
+from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.media import media_problem
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.shards.writer import media_schema, shard_schema
@@ -142,66 +144,10 @@ def _ordinals(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-class ListedShard(msgspec.Struct, frozen=True):
-    """The fields of a shard's manifest entry that are needed to find documents."""
-
-    name: str
-    split: Literal["train", "held-out"]
-    num_documents: int
-    num_bytes: int
-
-
-class _Tokenizer(msgspec.Struct, frozen=True):
-    vocab_size: int
-
-
-class _Content(msgspec.Struct, frozen=True):
-    kind: ContentKind = "documents"
-    num_mel_bins: int = 0
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    short_documents: ShortDocuments = "drop"
-    content: _Content = _Content()
-
-
-class ManifestIndex(msgspec.Struct, frozen=True):
-    """The part of a manifest that a reader needs; at 100,000 shards it takes a tenth of the whole's time and memory."""
-
-    schema_version: int
-    shards: list[ListedShard]
-    geometry: dict[str, int]
-    tokenizer: _Tokenizer | None
-    config: _Settings
-
-    def problem(self, rows: pa.RecordBatch) -> tuple[int, str] | None:
-        """Like `content_problem`, with this manifest's geometry and vocabulary."""
-        kind = self.kind
-        if kind == "images" or kind == "audio":
-            return media_problem(rows, kind, self.config.content.num_mel_bins)
-        geometry = Geometry.model_validate(self.geometry)
-        vocab_size = self.tokenizer.vocab_size if self.tokenizer else 0
-        return content_problem(rows, geometry, self.config.short_documents, vocab_size, kind)
-
-    @property
-    def kind(self) -> ContentKind:
-        """Kind of the rows."""
-        return self.config.content.kind
-
-
-def load_index(folder: Path) -> ManifestIndex:
-    """Reads the index of a manifest; if that fails, reads the whole manifest for a detailed error message.
-
-    Raises:
-        ShardError: see `load_manifest`.
-    """
-    try:
-        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=ManifestIndex)  # skips all other fields
-        Geometry.model_validate(index.geometry)
-        if index.schema_version == SCHEMA_VERSION:
-            return index
-        problem = f"schema version {index.schema_version}"
-    except (OSError, msgspec.DecodeError, ValidationError) as error:
-        problem = str(error)
-    load_manifest(folder)  # its errors name the field
-    raise ShardError(f"{folder / MANIFEST} is not a manifest of this version: {problem}")
+def rows_problem(rows: pa.RecordBatch, manifest: Manifest) -> tuple[int, str] | None:
+    """Like `content_problem`, with the kind of rows, the geometry and the vocabulary of a manifest."""
+    content = manifest.content
+    if isinstance(content, ImagesContent | AudioContent):
+        return media_problem(rows, content.kind, getattr(content, "num_mel_bins", 0))
+    vocab_size = manifest.text_tokenizer.vocab_size
+    return content_problem(rows, manifest.geometry, manifest.short_documents, vocab_size, content.kind)

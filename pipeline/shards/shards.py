@@ -14,7 +14,7 @@ from declutr.common import seeding
 from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
-from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_index, memory_problem, schema_problem
+from declutr.pipeline.shards.integrity import memory_problem, rows_problem, schema_problem
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, joined_manifest, load_manifest
 
@@ -54,9 +54,10 @@ class ShardSet:
     ) -> None:
         self.folder, self.folders, self.part = folder, (folder, *others), part
         self._most_open = most_open
-        indexes = [load_index(path) for path in self.folders]
-        self._index = indexes[0]
-        listed = [[shard for shard in index.shards if shard.split == split] for index in indexes]
+        manifests = [load_manifest(path) for path in self.folders]
+        # Without the long lists, so that a copy for another process is small.
+        self._facts = manifests[0].model_copy(update={"shards": [], "ledgers": []})
+        listed = [[shard for shard in manifest.shards if shard.split == split] for manifest in manifests]
         # Numbers are the order of training, whatever the order of the manifest.
         self._shards = [shard for group in listed for shard in sorted(group, key=lambda shard: shard.name)]
         self._firsts = np.cumsum([0, *map(len, listed)])  # first shard of each corpus, and their number
@@ -144,7 +145,7 @@ class ShardSet:
         order = np.argsort(np.concatenate(requested_places), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
         table = gathered.take(pa.array(order)).combine_chunks()
-        if unsound := self._index.problem(table.to_batches()[0]):
+        if unsound := rows_problem(table.to_batches()[0], self._facts):
             at, problem = unsound
             path = self._folder_of(int(which[at])) / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
@@ -154,7 +155,7 @@ class ShardSet:
         if number not in self._open:
             if problems := self._size_problems(number):
                 raise ShardError("\n".join(problems))
-            self._open[number] = _OpenShard(self._folder_of(number), self._shards[number], self._index.kind)
+            self._open[number] = _OpenShard(self._folder_of(number), self._shards[number], self._facts.content.kind)
             if len(self._open) > self._most_open:
                 self._open.popitem(last=False)  # the one not used for the longest time; each holds a memory map
         self._open.move_to_end(number)
@@ -173,7 +174,7 @@ class ShardSet:
 class _OpenShard:
     """One mapped shard: the first row of each of its record batches, which it reads when they are asked for."""
 
-    def __init__(self, folder: Path, shard: Shard | ListedShard, kind: ContentKind) -> None:
+    def __init__(self, folder: Path, shard: Shard, kind: ContentKind) -> None:
         path = folder / shard.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -213,14 +214,14 @@ class _OpenShard:
             self._safe.add(number)
         return batch
 
-    def check(self, index: ManifestIndex) -> None:
+    def check(self, manifest: Manifest) -> None:
         """Checks all documents.
 
         Raises:
             ShardError: one is unsound.
         """
         for number, start in enumerate(self._starts[:-1]):
-            if unsound := index.problem(self._batch(number)):
+            if unsound := rows_problem(self._batch(number), manifest):
                 raise ShardError(_unsound(self._path, int(start) + unsound[0], unsound[1]))
 
 
@@ -236,17 +237,16 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
         ShardError: the manifest is missing.
     """
     manifest = load_manifest(folder)
-    written = (folder / MANIFEST).stat().st_mtime_ns
-    index, problems = load_index(folder), list[str]()
+    written, problems = (folder / MANIFEST).stat().st_mtime_ns, list[str]()
     for shard in manifest.shards:
         shard_problems = _size_problems(folder, shard)
         if not shard_problems:
             try:
-                opened = _OpenShard(folder, shard, index.kind)
+                opened = _OpenShard(folder, shard, manifest.content.kind)
                 # A file that is newer than the manifest was changed in place.
                 if full or (folder / shard.name).stat().st_mtime_ns > written:
                     shard_problems = _hash_problems(folder, shard)
-                    opened.check(index)
+                    opened.check(manifest)
             except ShardError as error:
                 shard_problems.append(str(error))
         problems += shard_problems
@@ -255,7 +255,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     return problems
 
 
-def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:
+def _size_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
     """Problems of a file that is missing or of another size than the manifest records."""
     path = folder / written.name
     if Path(written.name).is_absolute() or ".." in Path(written.name).parts:  # a manifest may come from someone else

@@ -128,16 +128,6 @@ def test_a_half_sent_folder_is_not_there_and_a_copy_of_a_whole_one_is_fetched_on
     assert contents(second) == contents(folder)
 
 
-def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path):
-    place.send(folder)
-    threads = [threading.Thread(target=place.get, args=(tmp_path / "back",)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert contents(tmp_path / "back") == contents(folder)
-
-
 def test_copy_that_differs_is_replaced_on_request(place, folder, tmp_path):
     place.send(folder)
     place.get(tmp_path / "back")
@@ -160,12 +150,10 @@ def test_files_and_what_has_no_list_of_its_own(place, folder, tmp_path):
     assert place.pull("note", tmp_path / "note")
     assert (tmp_path / "note").read_bytes() == b"1"
     assert not place.pull("nothing", tmp_path / "note")
-    for _ in range(2):
-        fetch_all(place, tmp_path / "all")
-        fetched = {name for name in contents(tmp_path / "all") if not name.endswith(".lock")}
-        assert fetched == {"note", "loose/note", "whole/a.bin", "whole/deep/b c.txt", "whole/empty"}
-        place.put("note", b"3")
-    assert (tmp_path / "all" / "note").read_bytes() == b"3"
+    fetch_all(place, tmp_path / "all")
+    fetched = contents(tmp_path / "all")
+    assert fetched.keys() == {"note", "loose/note", "whole/a.bin", "whole/deep/b c.txt", "whole/empty"}
+    assert fetched["note"] == b"1"
     place.delete("note")
     place.delete("note")
     assert place.names() == ["loose", "whole"]
@@ -206,10 +194,6 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log, monkeypatc
             "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: "
             "6, Could not resolve hostname; Details: Could not resolve host: b.s3.us-east-1.amazonaws.com",
             ("HeadBucket", "NETWORK_CONNECTION", "host: b.s3.us-east-1.amazonaws.com", "check the network"),
-        ),
-        (
-            "For key x: AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
-            ("HeadObject", "ACCESS_DENIED", "credentials"),
         ),
         ("google " * 100, "google google"),
         ("s3://key:secret@bucket is not there", "s3://***@bucket is not there"),

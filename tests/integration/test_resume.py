@@ -1,6 +1,7 @@
 """Which checkpoint a run continues from, and when it does not; a run in the process of the command."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
     assert problems(runs.finished_config(other, copied)) == []
     manifest = load_manifest(other)
     first, *rest = manifest.shards
-    shards = [first.model_copy(update={"sha256": "0" * 64}), *rest]
+    shards = [replace(first, sha256="0" * 64), *rest]
     (other / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
     (problem,) = problems(runs.finished_config(other, copied))
     says(problem, f"data = {other}", "other shards")

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from declutr.common.config_docs import below, choices_of, number_problems, unknown_key
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, refused_settings, shown_value, suggest
-from declutr.common.yamlfile import MAX_DEPTH, YamlError, read_yaml, read_yaml_file
+from declutr.common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
+_MAX_DEPTH = 64
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 
 
@@ -113,7 +114,7 @@ def load_config(
         problems += describe(error, model, values)
     problems += [
         line
-        for line in number_problems(values, [model])
+        for line in number_problems(values, model)
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
@@ -152,8 +153,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
             quote = f"; put a value with * or ? into two kinds of quotes: '{key}=[\"{inner}\"]'"
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
-    if len(parents) >= MAX_DEPTH:
-        return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {MAX_DEPTH}"
+    if len(parents) >= _MAX_DEPTH:
+        return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {_MAX_DEPTH}"
     for parent in parents:
         if tree.get(parent) is None:  # absent, or a section whose lines are all comments
             tree[parent] = {}

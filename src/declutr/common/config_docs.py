@@ -3,7 +3,6 @@
 The meanings are the docstrings of the fields.
 """
 
-import difflib
 import inspect
 import math
 import textwrap
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from declutr.common.errors import LONGEST_WORD, OTHER_WORDS
+from declutr.common.errors import OTHER_WORDS, nearest
 
 _WIDTH = 100
 MAX_NUMBER = 10**12
@@ -24,10 +23,6 @@ MIN_NUMBER = 1e-37
 """Smallest magnitude of a number that is not 0; smaller ones are 0 in single precision."""
 MAX_SEED = 2**63 - 1
 """Largest seed."""
-_GONE = {
-    "scaling.straggler_factor": "remove it; tokens_per_second and data_wait_share of metrics.jsonl show a slow run"
-}
-"""What to do about a key that earlier versions had."""
 _SHOWN_CHARACTERS = 40
 
 
@@ -157,26 +152,21 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
         path: the key and the sections above it.
         model: model of the whole section.
     """
-    if advice := _GONE.get(".".join(path)):
-        return f", which is no setting any more: {advice}"
     *parents, last = path
-    own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
     if kinds := choices_of([section for section in sections if last in section.model_fields], "kind"):
         key = ".".join([*parents, "kind"])
         return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
-    everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
-    same = [key for key in everywhere if f".{key}".endswith(f".{own_word}")]
-    same = [beside[own_word]] if own_word in beside else [key for key in same if ".NAME." not in key] or same
-    if 0 < len(same) <= 3:
-        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
-    elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    # a key of the same parents would be near by them alone, whatever its name
-    other_places = {key: key for key in everywhere if key not in beside.values() and key != ".".join(parents)}
-    for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
-        if len(word) <= LONGEST_WORD and (near := difflib.get_close_matches(word, choices, n=1)):
-            return f"; did you mean `{choices[near[0]]}`?"
+    everywhere = {".".join(key): ".".join(key) for key in _keys((model,))}
+    by_name = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    word = OTHER_WORDS.get(last, last)
+    for choices in (beside, by_name, everywhere):
+        if word in choices:
+            return f"; did you mean `{choices[word]}`?"
+    for word, choices in ((last, beside), (last, by_name), (".".join(path), everywhere)):
+        if near := nearest(word, choices):
+            return f"; did you mean `{choices[near]}`?"
     return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model)
 
 
@@ -222,30 +212,27 @@ def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
                 yield (name, "NAME", *key) if get_origin(field.annotation) is dict else (name, *key)
 
 
-def number_problems(values: Any, kinds: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+def number_problems(values: Any, model: type[BaseModel]) -> Iterator[str]:
     """Problems of the numbers in a tree of settings, one line each, which starts with key and value.
 
     Validation alone takes yes and no for 1 and 0, and any magnitude.
-
-    Args:
-        values: the tree.
-        kinds: types that it may have.
-        path: its place.
     """
-    if isinstance(values, dict):
-        of_names = [kind for kind in kinds if get_origin(kind) is not dict]
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        for key, value in values.items():
-            fields = [section.model_fields[key] for section in sections if key in section.model_fields]
-            of_field = [kind for field in fields for kind in kinds_of(field.annotation)]
-            inside = of_field if len(of_names) == len(kinds) else of_names  # a mapping of names to values, or a section
-            yield from number_problems(value, inside, (*path, str(key)))
-    elif isinstance(values, list):
-        for number, value in enumerate(values):
-            yield from number_problems(value, kinds, (*path, str(number)))
-    elif problem := _number_problem(values, set(kinds) & {bool, float, int, str}, path[-1:] == ("seed",)):
-        text = repr(values) if len(repr(values)) <= _SHOWN_CHARACTERS else f"{repr(values)[:_SHOWN_CHARACTERS]}..."
-        yield f"{'.'.join(path)} = {text}: {problem}"
+    for path, value in _leaves(values):
+        *parents, last = [part for part in path if not part.isdigit()] or [""]
+        fields = [section.model_fields[last] for section in below((model,), parents) if last in section.model_fields]
+        kinds = {kind for field in fields for kind in kinds_of(field.annotation) if kind in (bool, float, int, str)}
+        if problem := _number_problem(value, kinds, last == "seed"):
+            text = repr(value) if len(repr(value)) <= _SHOWN_CHARACTERS else f"{repr(value)[:_SHOWN_CHARACTERS]}..."
+            yield f"{'.'.join(path)} = {text}: {problem}"
+
+
+def _leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value that is neither a mapping nor a list, and its place."""
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _leaves(value, (*path, str(key)))
+    else:
+        yield path, values
 
 
 def _number_problem(value: Any, kinds: set[type], is_seed: bool) -> str | None:

@@ -137,35 +137,21 @@ class Folder:
 
         return self._act(name, copy)
 
-    def fetch_all(
-        self,
-        files: Mapping[str, FileRecord | None],
-        target: Path,
-        before: Path | None = None,
-        unchanged: Mapping[str, FileRecord] | None = None,
-    ) -> Files:
-        """Fetches files to a folder of this host, several at a time; returns the files that it holds now.
-
-        The record of a file is None if its size and checksum are unknown. Files that an earlier copy, `before`, already
-        has are linked instead of fetched; `unchanged` has the records of its files.
+    def fetch_all(self, files: Mapping[str, FileRecord | None], target: Path) -> None:
+        """Fetches files to a folder of this host, several at a time; a record is None if size and checksum are unknown.
 
         Raises:
             AlteredError: a file is missing or differs from its record.
         """
 
-        def fetch(name: str) -> FileRecord:
+        def fetch(name: str) -> None:
             place, expected = target / name, files[name]
             place.parent.mkdir(parents=True, exist_ok=True)
-            if before is not None and expected is not None and (unchanged or {}).get(name) == expected:
-                place.hardlink_to(before / name)
-                return expected
-            record = self.fetch(name, place)
-            if expected is not None and record != expected:
+            if self.fetch(name, place) != expected and expected is not None:
                 raise AlteredError(f"{self.at(name)} is truncated or altered (checksum differs)")
-            return record
 
         with ThreadPoolExecutor(_FETCHES) as pool:
-            return dict(zip(files, pool.map(fetch, files), strict=True))
+            list(pool.map(fetch, files))
 
     def pull(self, name: str, local: Path) -> bool:
         """Fetches one file and replaces the local one; returns False if the remote file does not exist."""
