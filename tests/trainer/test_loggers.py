@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 import tinyruns as runs
-from messages import says
+from messages import all_of, says
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from volumes import small_volume
@@ -268,19 +268,10 @@ def test_a_missing_package_is_named_before_ray_with_the_command_that_installs_it
     (tmp_path / "wandb").mkdir()  # as W&B leaves it
     monkeypatch.syspath_prepend("")
     assert place_problems(wanted) == [problem]
+    with pytest.raises(ImportError, match=all_of(problem)), start_wandb(tmp_path)["Weights & Biases"]():
+        pass  # as on the host of a worker
     for mode in ("disabled", 5, None):
         assert place_problems({"metrics": {"wandb": {"mode": mode}}}) == []
-
-
-@without_wandb
-def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path, log):
-    writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path))
-    take(writer, range(1, 6))
-    writer.flush()
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 6))
-    assert "\n".join(log).count("pip install 'declutr-ray[wandb]'") == 1
-    assert "Weights & Biases lacks the last lines of metrics (5 or more)" in "\n".join(log)
 
 
 def synced(folder):
@@ -330,17 +321,19 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
 
 @with_wandb
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "refused"])
+@pytest.mark.parametrize("fault", ["refused", "killed"])  # in this order: the package starts its process once
 def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkeypatch, fault):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setitem(loggers._WANDB_SETTINGS, "init_timeout", 2.0)
     changes = {"mode": "online", "base_url": "http://127.0.0.1:9"} if fault == "refused" else {}
     writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path, **changes))
     take(writer, range(1, 4))
     wait_for_lines(writer, 3)
-    [process] = [child for child in psutil.Process().children() if loggers.__name__ in child.cmdline()]
-    if fault == "kill":
-        process.kill()
-        process.wait()
+    if fault == "killed":
+        for process in psutil.Process().children():
+            if process.name() == "wandb-core":
+                process.kill()
+                process.wait()
     take(writer, range(4, 9))
     writer.flush()
     began = time.monotonic()
@@ -350,7 +343,6 @@ def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkey
     assert "\n".join(log).count("Weights & Biases gets no more metrics") == 1
     assert "Weights & Biases lacks" in "\n".join(log)
     assert KEY not in "\n".join(log)
-    assert not process.is_running()
 
 
 def test_a_continued_run_shows_the_steps_of_earlier_starts(capsys):

@@ -170,7 +170,9 @@ def test_laws_of_a_best_score(scores):
     assert all(score < scores[best] for step, score in scores.items() if step < best)
     since = len([step for step in scores if step > best])
     assert early_end(scores, "mrr", since + 1) is None
-    says(early_end(scores, "mrr", since), f"step {best}", f"none of the {since} scores", f"validation.patience = {since}")
+    says(
+        early_end(scores, "mrr", since), f"step {best}", f"none of the {since} scores", f"validation.patience = {since}"
+    )
 
 
 def test_held_out_scores_begin_after_the_untrained_weights(tmp_path):
