@@ -64,19 +64,13 @@ class Communicator:
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a tensor over ranks, without gradient."""
         values = values.detach().clone()
-        if self.size > 1:
-            dist.all_reduce(values)
+        self.all_reduce_sum_(values)
         return values
 
     def all_reduce_sum_(self, values: Tensor) -> None:
         """Replaces a tensor by its sum over ranks."""
         if self.size > 1:
             dist.all_reduce(values)
-
-    def wait(self, works: Sequence[Any]) -> None:
-        """Waits for exchanges that have started."""
-        for work in works:
-            work.wait()
 
     def row_range(self, total: int, chunk: int) -> tuple[int, int]:
         """This rank's part [start, end) of `total` rows; chunk-aligned when the reduction is deterministic."""
