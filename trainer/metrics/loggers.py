@@ -2,6 +2,7 @@
 
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ import msgspec
 
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import DamagedError, missing_extra
-from declutr.common.storage import hash_json, read_record, write_json
+from declutr.common.storage import read_record, write_json
 from declutr.common.watcher import Watcher
 from declutr.trainer.metrics.config import WandbConfig
 
@@ -149,13 +150,8 @@ def missing_wandb(mode: str) -> str | None:
     return absent and f"{absent}, or set it to disabled"
 
 
-def run_id(folder: Path, facts: Mapping[str, str]) -> str:
-    """Id of the W&B run of a run: the stored one, so that a moved run keeps it; else a hash of `facts`, then stored.
-
-    Args:
-        folder: folder of the run.
-        facts: what tells this run from any other: its place, host, settings and data.
-    """
+def run_id(folder: Path) -> str:
+    """Id of the W&B run of the run in a folder: drawn once and stored there, so that a moved run keeps it."""
     path = folder / WANDB_ID
     try:
         return read_record(path, _Stored).id
@@ -163,7 +159,7 @@ def run_id(folder: Path, facts: Mapping[str, str]) -> str:
         pass
     except DamagedError as error:
         get_logger().warning("%s: writing it again", error)
-    identity = hash_json(dict(facts))[:16]
+    identity = secrets.token_hex(8)
     write_json(path, {"id": identity})
     return identity
 
@@ -175,13 +171,12 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], settings: dict[str, Any]) -> Iterator[Log]:
+def wandb_run(config: WandbConfig, folder: Path, settings: dict[str, Any]) -> Iterator[Log]:
     """Weights & Biases: a run in its folder `wandb` in the folder of the run, and at the server in mode online.
 
     Args:
         config: settings of W&B.
         folder: folder of the run.
-        facts: as for `run_id`.
         settings: settings of the run, which W&B shows.
 
     Raises:
@@ -200,7 +195,7 @@ def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], setti
         mode=config.mode,
         project=config.project,
         entity=config.entity,
-        id=run_id(folder, facts),
+        id=run_id(folder),
         name=folder.name,
         dir=folder,
         config=settings,
