@@ -21,7 +21,7 @@ from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.model.language_model import LoadReport
 from declutr.trainer.objectives.scores import RowScore, choosing_rows
-from declutr.trainer.parallel.request import Request
+from declutr.trainer.parallel.communicator import Request
 from declutr.trainer.run import run_folder
 from declutr.trainer.step.step import NonFiniteLossError
 

@@ -29,9 +29,8 @@ from tiny import (
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel.communicator import Communicator, reduce_by_doubling
+from declutr.trainer.parallel.communicator import Agreement, Communicator, Request, reduce_by_doubling
 from declutr.trainer.parallel.reducers import BucketedReducer
-from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch, MicrobatchError, out_of_memory
 from declutr.trainer.step.optim import build_optimizer

@@ -22,7 +22,7 @@ from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, peak_memo
 from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.objectives.scores import divide
-from declutr.trainer.parallel.request import Agreement, Request
+from declutr.trainer.parallel.communicator import Agreement, Request
 from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
 from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.checkpointing import Checkpointing
