@@ -123,14 +123,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, log, damage, na
     says(log[0], name, message, "step-00000006")
 
 
-def test_latest_of_this_run(tmp_path):
-    write(tmp_path, 5)
-    found = checkpoint.find_latest(tmp_path, {"config_hash": "c", "data_hash": "d"})
-    assert found is not None
-    assert checkpoint.find_latest(tmp_path, {"config_hash": "another", "data_hash": "d"}) is None
-    assert checkpoint.find_latest(tmp_path / "nothing") is None
-
-
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
     (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(NotADirectoryError):
