@@ -108,21 +108,15 @@ class Communicator:
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum of all ranks' numbers."""
-        if self.size == 1:
-            return number
         return int(reduce_by_doubling(torch.tensor([number]), self.rank, self.size, torch.maximum))
 
     def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
         """The sums of all ranks' integers, one for each place."""
-        if self.size == 1:
-            return list(counts)
         sums: list[int] = reduce_by_doubling(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
         return sums
 
     def all_reduce_or(self, requests: Request) -> Request:
         """The union of all ranks' requests, the same on every rank."""
-        if self.size == 1:
-            return requests
         raised = torch.tensor([requests.value])
         return Request(int(reduce_by_doubling(raised, self.rank, self.size, torch.bitwise_or)))
 
@@ -183,7 +177,7 @@ class _GatherRows(torch.autograd.Function):
 def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Combines a tensor of all ranks by recursive doubling (Thakur, Rabenseifner and Gropp 2005).
 
-    It takes log2(ranks) rounds; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
+    It takes log2(ranks) rounds, none with one rank; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
 
     In round k, ranks whose numbers differ in bit k exchange what they have combined so far. Of a number of ranks that
     is no power of two, the last ones give theirs to a partner before the first round and get the result after the last.
