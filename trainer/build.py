@@ -232,7 +232,7 @@ def _with_reducer(plan: RunPlan, optimizer: torch.optim.Optimizer, tasks: Sequen
     frontends = [p for task in tasks if task.frontend for p in task.frontend.parameters()]
     parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
     *first, last = tasks
-    return [*first, replace(last, overlap=BucketedReducer(comm, parameters, compressed))]
+    return [*first, replace(last, overlap=BucketedReducer(parameters, compressed))]
 
 
 def freeze_unused(encoder: Encoder, tasks: Sequence[TrainTask]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
@@ -246,41 +246,34 @@ class TrainConfig(Strict):
     @property
     def main(self) -> TaskSettings:
         """The main task."""
-        return TaskSettings(
-            name="",
-            data=self.data,
-            part=None if self.data_fraction == 1 else (self.data_fraction, self.seed),
-            objective=self.objective,
-            spans=self.spans,
-            optim=self.optim,
-            batch_documents=self.batch_documents,
-            canonical_documents=self._canonical(self.batch_documents),
-            seed=self.seed,
+        return self._task(
+            "", self, self.seed, part=None if self.data_fraction == 1 else (self.data_fraction, self.seed)
         )
 
     def tasks(self) -> dict[str, TaskSettings]:
         """The main task, named "", and the additional ones in the order of their names."""
-        return {"": self.main} | {
-            name: TaskSettings(
-                name=name,
-                data=task.data,
-                part=None,
-                objective=task.objective,
-                spans=task.spans,
-                optim=task.optim or self.optim,
-                batch_documents=task.batch_documents,
-                canonical_documents=self._canonical(task.batch_documents),
-                seed=seeding.torch_seed(self.seed, "branch", name),  # an old name, which decides every draw of the task
-                weight=task.weight,
-                frontend=task.frontend,
-            )
-            for name, task in sorted(self.auxiliary_tasks.items())  # their order in a file has no effect
-        }
+        tasks = {"": self.main}
+        for name, task in sorted(self.auxiliary_tasks.items()):  # their order in a file has no effect
+            seed = seeding.torch_seed(self.seed, "branch", name)  # an old name, which decides every draw of the task
+            tasks[name] = self._task(name, task, seed, part=None, weight=task.weight, frontend=task.frontend)
+        return tasks
 
-    def _canonical(self, batch_documents: int) -> int | None:
-        if not self.scaling.elastic_determinism:
-            return None
-        return self.scaling.deterministic_chunk_documents or -(-batch_documents // _UNITS)
+    def _task(self, name: str, section: "TrainConfig | AuxiliaryTaskConfig", seed: int, **more: Any) -> TaskSettings:
+        """The task of a section of the settings; `more` has the fields that sections do not share."""
+        canonical = None
+        if self.scaling.elastic_determinism:
+            canonical = self.scaling.deterministic_chunk_documents or -(-section.batch_documents // _UNITS)
+        return TaskSettings(
+            name=name,
+            data=section.data,
+            objective=section.objective,
+            spans=section.spans,
+            optim=section.optim or self.optim,
+            batch_documents=section.batch_documents,
+            canonical_documents=canonical,
+            seed=seed,
+            **more,
+        )
 
     def _best_problems(self) -> list[str]:
         """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""

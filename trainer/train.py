@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from declutr.common.relay import command_pid, end_at_signals, relay
 
@@ -118,22 +119,7 @@ def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dic
         RunLockedError: another command works on the run folder.
     """
     config = load_config(settings, "train", TrainConfig, overrides, place_problems)
-    return _train(config, _checked(config))
-
-
-def _train(
-    config: TrainConfig,
-    plan: RunPlan | None,
-    started: float | None = None,
-    wait_for_ray: Callable[[], object] | None = None,
-) -> dict[str, Any]:
-    """Trains; the arguments are those of `run_training`."""
-    try:
-        return run_training(config, started, wait_for_ray, plan)
-    except OSError as error:  # a full disk or a lost storage; a continuation is promised if there may be checkpoints
-        continues = is_remote(config.run) or (expand(config.run) / CHECKPOINTS).is_dir()
-        remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
-        raise TrainingFailedError(f"{error}; {remedy}") from error
+    return run_training(config, plan=_checked(config))
 
 
 def run_training(
@@ -157,7 +143,7 @@ def run_training(
 
     Raises:
         ConfigError: with every problem found before Ray starts.
-        TrainingFailedError: the run cannot continue; the message has the workers' reason.
+        TrainingFailedError: the run cannot continue; the message has the workers' reason, or that of a storage.
         RunStoppedError: the process received a signal or lost the run; the steps so far are saved.
         RunLockedError: another command works on the run folder.
     """
@@ -165,23 +151,28 @@ def run_training(
 
     began = started or time.time()
     signals = Signals()
-    with contextlib.ExitStack() as stack:
-        if is_remote(config.run):  # the checks need the run's files on this host
-            _lock_and_fetch(config, signals, stack)
-        plan = plan or resolve(config)
-        before, after = config.spans.model_dump(), plan.config.spans.model_dump()
-        if changed := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
-            get_logger().info("%s: taken from the shards or the started run", ", ".join(changed))
-        refuse([*load_problems(plan), *ray_problems(config.scaling, plan.folder, wait_for_ray is not None)])
-        if wait_for_ray:
-            import ray.train.torch  # noqa: F401 - loads torch while Ray starts
+    try:
+        with contextlib.ExitStack() as stack:
+            if is_remote(config.run):  # the checks need the run's files on this host
+                _lock_and_fetch(config, signals, stack)
+            plan = plan or resolve(config)
+            before, after = config.spans.model_dump(), plan.config.spans.model_dump()
+            if changed := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
+                get_logger().info("%s: taken from the shards or the started run", ", ".join(changed))
+            refuse([*load_problems(plan), *ray_problems(config.scaling, plan.folder, wait_for_ray is not None)])
+            if wait_for_ray:
+                import ray.train.torch  # noqa: F401 - loads torch while Ray starts
 
-            wait_for_ray()
-        stack.enter_context(signals)
-        if not is_remote(config.run):
-            _lock_and_fetch(config, signals, stack)
-            refuse(other_checkpoints(plan))  # of a command that has ended since the checks
-        return _train_and_export(plan, signals, began)
+                wait_for_ray()
+            stack.enter_context(signals)
+            if not is_remote(config.run):
+                _lock_and_fetch(config, signals, stack)
+                refuse(other_checkpoints(plan))  # of a command that has ended since the checks
+            return _train_and_export(plan, signals, began)
+    except OSError as error:  # a full disk or a lost storage; a continuation is promised if there may be checkpoints
+        continues = is_remote(config.run) or (expand(config.run) / CHECKPOINTS).is_dir()
+        remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
+        raise TrainingFailedError(f"{error}; {remedy}") from error
 
 
 def _lock_and_fetch(config: TrainConfig, signals: "Signals", stack: contextlib.ExitStack) -> None:
@@ -201,9 +192,12 @@ def _lock_and_fetch(config: TrainConfig, signals: "Signals", stack: contextlib.E
 def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[str, Any]:
     config, run = plan.config, plan.folder
     store = store_of(config.run, run)
-    latest = checkpoint.find_latest(run / CHECKPOINTS)
+    steps, ended = plan.total_steps, (run / SUMMARY).is_file()
+    newest = max(checkpoint.steps_in(run / CHECKPOINTS), default=0)
+    # Of a run that continues, the first worker verifies the checkpoint; here its bytes would only be read twice.
+    latest = checkpoint.find_latest(run / CHECKPOINTS, verify=ended or newest >= steps)
     done = 0 if latest is None else latest[1].step
-    if done == 0 and (run / SUMMARY).is_file():  # the steps of a finished run are not taken again
+    if done == 0 and ended:  # the steps of a finished run are not taken again
         raise CheckpointError(
             f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
             "and replace its results; name another folder, or delete this one"
@@ -214,7 +208,6 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
     if is_remote(config.places[0]):
         with atomic_folder(run / TOKENIZER, replace=True) as aside:
             shutil.copytree(plan.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
-    steps = plan.total_steps
     if latest is not None and done > steps:
         raise CheckpointError(f"{latest[0]}: step {done} is beyond the run's last step {steps}; delete this checkpoint")
     early = ended_early(run, config.validation.patience, done) if done < steps else None
@@ -299,13 +292,8 @@ def _checked(config: TrainConfig) -> RunPlan | None:
 
 
 def _began() -> float:
-    """Start time of the command as Unix time; the current time without /proc."""
-    try:
-        ticks = int(Path(f"/proc/{command_pid()}/stat").read_text().rpartition(")")[2].split()[19])
-        running_seconds = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-    except FileNotFoundError:
-        return time.time()
-    return time.time() - running_seconds
+    """Start time of the command as Unix time."""
+    return float(psutil.Process(command_pid()).create_time())
 
 
 def _data_places(config: TrainConfig) -> list[str]:
@@ -364,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     early = None if config.scaling.local else _start_ray_aside(config)
     wait_for_ray: Callable[[], object] = early.wait if early else lambda: None
     try:
-        summary = _train(config, plan, _began(), None if config.scaling.local else wait_for_ray)
+        summary = run_training(config, _began(), None if config.scaling.local else wait_for_ray, plan)
     finally:
         if early:  # also after a refused run
             early.wait()

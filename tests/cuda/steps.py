@@ -244,7 +244,7 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
     if case.reduce == "overlapped":
         body = list(encoder.model.base_model.parameters())
         heads = [p for p in encoder.parameters() if id(p) not in {id(one) for one in body}]
-        tasks[-1] = replace(tasks[-1], overlap=BucketedReducer(case.comm, [*heads, *body], case.compressed, 2**14))
+        tasks[-1] = replace(tasks[-1], overlap=BucketedReducer([*heads, *body], case.compressed, 2**14))
     elif case.reduce:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tasks = [replace(one, reducer=FixedPointReducer(case.comm, parameters, 8)) for one in tasks]

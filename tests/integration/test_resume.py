@@ -83,12 +83,6 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     assert (copied / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("change", [{"address": "auto"}, {"fsdp": True}, {"spot_notices": "aws"}])
-def test_settings_of_ray_are_refused(change):
-    with pytest.raises(ValueError, match="num_workers = 0 trains without Ray"):
-        runs.least_config(scaling={"num_workers": 0} | change)
-
-
 def test_moved_run_with_relative_paths_continue_at_their_step(data, tmp_path, monkeypatch):
     """Workers get absolute paths, and must recognise checkpoints all the same."""
     (tmp_path / "here" / "sts").mkdir(parents=True)

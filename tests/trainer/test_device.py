@@ -78,24 +78,30 @@ def test_another_device_is_refused_once_there_is_a_checkpoint(tmp_path, log):
     assert kept_device(ScalingConfig(device="cpu"), tmp_path) == "cuda"
 
 
-def test_a_run_on_gpus_does_not_continue_on_a_machine_without(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("scaling", "recorded", "parts"),
+    [
+        ({"device": "cuda", "num_workers": 99}, False, ("scaling.device = cuda", "99 workers", "GPU")),
+        ({"num_workers": 99}, True, ("started on GPUs", "99 workers", "GPU")),
+        ({"num_workers": 99}, False, ()),
+        ({"device": "cuda", "num_workers": 0}, False, ("scaling.device = cuda", "GPU", "this machine has 0")),
+        ({"num_workers": 0}, True, ("scaling.device = auto", "GPU", "this machine has 0")),
+        ({"address": "127.0.0.1:2"}, False, ("scaling.address = 127.0.0.1:2", "no Ray cluster")),
+        ({}, False, ("RAY_ADDRESS = 127.0.0.1:1", "no Ray cluster")),
+    ],
+)
+def test_a_start_without_its_gpus_or_cluster_is_refused(tmp_path, monkeypatch, scaling, recorded, parts):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, num_workers=99)
-    with_checkpoint(tmp_path)
-    config = runs.train_config("data", tmp_path, scaling={"num_workers": 99, "device": "auto"})
-    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
-    says(problem, "started on GPUs")
-    says(problem, "99 workers", "GPU")
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_run_without_ray_on_gpus_is_refused_on_a_machine_without(tmp_path, recorded):
+    if "RAY_ADDRESS" in " ".join(parts):
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     if recorded:
-        choose(tmp_path, TWO_GPUS)
-    device = "auto" if recorded else "cuda"
-    config = runs.train_config("data", tmp_path, scaling={"num_workers": 0, "device": device})
-    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
-    says(problem, f"scaling.device = {device}", "GPU", "this machine has 0")
+        choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, num_workers=99)
+        with_checkpoint(tmp_path)
+    problems = ray_problems(ScalingConfig(**scaling), tmp_path, own_session=True)
+    assert len(problems) == bool(parts)
+    says("".join(problems), *parts)
+    (tmp_path / "summary.json").write_text("{}")
+    assert ray_problems(ScalingConfig(**scaling), tmp_path, own_session=True) == [], "a finished run needs none"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"device": "tpu"}', '{"dev'])

@@ -123,14 +123,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, log, damage, na
     says(log[0], name, message, "step-00000006")
 
 
-def test_latest_of_this_run(tmp_path):
-    write(tmp_path, 5)
-    found = checkpoint.find_latest(tmp_path, {"config_hash": "c", "data_hash": "d"})
-    assert found is not None
-    assert checkpoint.find_latest(tmp_path, {"config_hash": "another", "data_hash": "d"}) is None
-    assert checkpoint.find_latest(tmp_path / "nothing") is None
-
-
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
     (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(NotADirectoryError):
@@ -175,28 +167,15 @@ def test_laws_of_a_best_score(scores):
     )
 
 
-def test_held_out_scores_begin_after_the_untrained_weights(tmp_path):
-    writer = MetricsWriter(tmp_path, 0)
-    for step in (0, 2, 4, 6, 8):
-        writer.add("validation", step, {"mrr": step / 10, "recall_at_1": 0.5})
-    writer.close()
-    assert history(tmp_path, "mrr", 6) == {2: 0.2, 4: 0.4, 6: 0.6}
-    assert history(tmp_path / "nothing", "mrr", 6) == {}
-
-
-def test_a_run_ends_when_as_many_scores_as_its_patience_are_no_better_than_the_best():
-    scores = {2: 0.3, 4: 0.5, 6: 0.5, 8: 0.4}
-    ends = [early_end({at: scores[at] for at in scores if at <= step}, "mrr", 2) is not None for step in scores]
-    assert ends == [False, False, False, True]
-    assert early_end(scores, "mrr", None) is None
-
-
-def test_lines_and_checkpoints_without_a_score_do_not_count(tmp_path):
+def test_lines_and_checkpoints_without_a_score_and_the_untrained_weights_do_not_count(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     for step, scores in ((6, {"mrr": 0.9}), (8, {"mrr": 0.1, "distant_mrr": 0.2})):
         writer.add("validation", step, scores)
         checkpoint.save(tmp_path / "checkpoints", state_of(step, **scores), {"encoder.safetensors": {}})
+    writer.add("validation", 0, {"mrr": 0.7})  # of the untrained weights
     writer.close()
+    assert history(tmp_path, "mrr", 7) == {6: 0.9}
+    assert history(tmp_path / "nothing", "mrr", 7) == {}
     assert (history(tmp_path, "distant_mrr", 8), history(tmp_path, "mrr", 8)) == ({8: 0.2}, {6: 0.9, 8: 0.1})
     assert find_best(tmp_path / "checkpoints", "distant_mrr")[1].step == 8
     assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 6
@@ -213,15 +192,6 @@ def test_a_broken_best_is_named_and_the_next_is_taken(tmp_path, log, name):
 
 def config_of(**changes):
     return runs.least_config(**{"export": "best"} | changes)
-
-
-def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
-    saving = {"every_steps": 100}
-    plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
-    assert plain.hash() == patient.hash()
-    assert plain.resume_settings()["validation"]["score"] == "distant_recall_at_1"
-    assert "patience" not in plain.resume_settings()["validation"]
-    assert plain.hash() != config_of(validation={"score": "mrr"}).hash()
 
 
 def test_an_objective_without_scores_chooses_nothing(monkeypatch):

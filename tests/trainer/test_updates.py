@@ -29,9 +29,8 @@ from tiny import (
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel.communicator import Communicator, reduce_by_doubling
+from declutr.trainer.parallel.communicator import Agreement, Communicator, Request, reduce_by_doubling
 from declutr.trainer.parallel.reducers import BucketedReducer
-from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch, MicrobatchError, out_of_memory
 from declutr.trainer.step.optim import build_optimizer
@@ -107,9 +106,17 @@ def test_failed_allocation_of_a_library_is_recognised(message):
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
-def test_settings_that_change_the_result_change_the_hash():
-    config = {"run": "r", "data": "d", "encoder": {"pretrained": "x"}}
+def test_settings_that_change_the_result_change_the_hash_and_no_others():
+    config = {"run": "r", "data": "d", "encoder": {"pretrained": "x"}, "export": "best"}
     plain = TrainConfig.model_validate(config).hash()
+    online = {"mode": "online", "base_url": "https://x.org", "project": "p"}
+    for unchanged in (
+        {"on_nonfinite_loss": "skip"},
+        {"metrics": {"wandb": online}},
+        {"scaling": {"elastic_determinism": True}},
+        {"validation": {"patience": 3}},
+    ):
+        assert TrainConfig.model_validate(config | unchanged).hash() == plain
     for changed in (
         {"precision": "bf16"},
         {"encoder": {"pretrained": "x", "num_trainable_layers": 2}},
@@ -119,6 +126,7 @@ def test_settings_that_change_the_result_change_the_hash():
         {"optim": {"max_grad_norm": None}},
         {"validation": {"stsb": "sts"}},
         {"validation": {"data": "other"}},
+        {"validation": {"score": "mrr"}},
         {"objective": {"reference_rank_scaling": 4}},
     ):
         assert TrainConfig.model_validate(config | changed).hash() != plain
@@ -195,7 +203,7 @@ def setup(comm, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=409
     if overlap:
         body = list(train_step.encoder.model.base_model.parameters())
         heads = [p for p in train_step.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
-        sums = BucketedReducer(comm, [*heads, *body], compressed, bytes)
+        sums = BucketedReducer([*heads, *body], compressed, bytes)
         train_step = with_task(train_step, overlap=sums)
     start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
     return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)

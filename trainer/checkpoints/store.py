@@ -86,10 +86,17 @@ class RunStore:
         if self._there(step).is_whole():  # skipped as broken at the start; the run has now reached its step again
             self._there(step).clear()
         self._states.pop(step, None)
-        for unsent in (*self._missed(config, score, step), step):
-            self._there(unsent).send(self._here(unsent))
+        sent = self._scores([other for other in self._steps() if other <= step], score)
+        here = {other: state.scores.get(score) for other, state in checkpoint.states_in(self.folder / CHECKPOINTS)}
+        keep = ranking.kept({other: value for other, value in (here | sent).items() if other <= step}, config)
+        for other in keep:
+            if other not in sent:
+                self._there(other).send(self._here(other))
         try:
-            self._prune(config, score, step)
+            for other in self._steps():
+                if other < step and other not in keep:  # or has no file list: a killed writer's
+                    self._there(other).clear()
+                    self._states.pop(other, None)
         except OSError as error:  # the next call deletes them
             get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.remote.url, error)
 
@@ -106,22 +113,6 @@ class RunStore:
         remote = self.remote / name
         remote.send(self.folder / name)
         return remote.url
-
-    def _missed(self, config: CheckpointConfig, score: str, newest: int) -> list[int]:
-        """Steps before the newest whose checkpoint is kept, and is whole on this host and not in the store."""
-        sent = self._scores([step for step in self._steps() if step < newest], score)
-        here = dict(checkpoint.states_in(self.folder / CHECKPOINTS))
-        rated = {step: state.scores.get(score) for step, state in here.items() if step <= newest and step not in sent}
-        return [step for step in ranking.kept(sent | rated, config) if step in rated and step != newest]
-
-    def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
-        """Deletes checkpoints as `ranking.prune` does; those without a file list are remains of killed writers."""
-        steps = [step for step in self._steps() if step <= newest]
-        keep = ranking.kept(self._scores(steps, score), config)
-        for step in steps:
-            if step not in keep:
-                self._there(step).clear()
-                self._states.pop(step, None)
 
     def _steps(self) -> list[int]:
         """Steps with a checkpoint in the store, whole or not, in order."""

@@ -85,17 +85,9 @@ def _manifest_problems(plan: RunPlan) -> list[str]:
 
 
 def load_problems(plan: RunPlan) -> list[str]:
-    """Problems that show when objective and encoder are loaded, with torch and transformers."""
+    """Problems that show when shards are opened, and when objective and encoder are loaded, with transformers."""
     config, main = plan.config, plan.tasks[""]
-    began_before = bool(steps_in(plan.folder / CHECKPOINTS))
-    # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
-    # and transformers that takes seconds of each start.
-    from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
-    problems = [] if from_scratch else objective_problems(main)
-    if config.auxiliary_tasks:
-        from declutr.trainer.driver.encoder_checks import task_problems
-
-        problems += task_problems(plan)
+    problems = []
     if main.part is not None:
         problems += [
             f"data_fraction = {config.data_fraction}: leaves {size} training {plan.manifest.noun} of {place}, fewer "
@@ -105,30 +97,36 @@ def load_problems(plan: RunPlan) -> list[str]:
             )
             if size < need
         ]
-    remark = None if began_before else config.objective.remark_before(main.context(plan.manifest.short_documents))
-    if remark:
-        get_logger().warning("%s", remark)
-    if from_scratch:
+    # A run with a checkpoint has passed the other checks. Loading transformers would take seconds of each resume, and
+    # the workers name what has changed since.
+    if steps_in(plan.folder / CHECKPOINTS):
         return problems
-    from declutr.trainer.driver.encoder_checks import encoder_problems
+    if remark := config.objective.remark_before(main.context(plan.manifest.short_documents)):
+        get_logger().warning("%s", remark)
+    from declutr.trainer.driver.encoder_checks import encoder_problems, task_problems
 
-    return list(dict.fromkeys([*problems, *encoder_problems(plan)]))  # both parts load the objective
+    # The two parts may load the same objective.
+    return list(dict.fromkeys([*objective_problems(main), *task_problems(plan), *problems, *encoder_problems(plan)]))
 
 
 def _misfits(plan: RunPlan, name: str) -> list[str]:
     """Problems of a task whose texts do not fit its settings or the main task."""
-    task, main, own = plan.tasks[name], plan.manifest, plan.manifests[name]
+    task, own = plan.tasks[name], plan.manifests[name]
     if own.content.kind in MEDIA_KINDS:
         return []
     problems = []
     if task.frontend is not None and task.frontend.model_fields_set:
         problems.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
-    if main.tokenizer and own.tokenizer and main.tokenizer.fingerprint != own.tokenizer.fingerprint:
-        problems.append(
-            f"data = {task.places[0]}: was prepared with another tokenizer than data = {plan.config.places[0]}; "
-            "prepare it with that one"
-        )
-    return problems
+    return problems + _tokenizer_problems(f"data = {task.places[0]}", own, plan)
+
+
+def _tokenizer_problems(label: str, manifest: Manifest, plan: RunPlan) -> list[str]:
+    """The problem of shards whose tokenizer is not that of the main task."""
+    main, other = plan.manifest.tokenizer, manifest.tokenizer
+    if (main and main.fingerprint) == (other and other.fingerprint):
+        return []
+    place = plan.config.places[0]
+    return [f"{label}: was prepared with another tokenizer than data = {place}; prepare it with that one"]
 
 
 def refuse(problems: list[str]) -> None:
@@ -269,12 +267,7 @@ def _other_data_problems(plan: RunPlan, scored: Manifest) -> list[str]:
         problems += [f"{label}: {line}" for line in config.objective.problems(context, scored)]
     if any(data_hash(scored) == data_hash(manifest) for corpora in plan.corpora.values() for manifest in corpora):
         problems.append(f"{label}: these are the rows that the run trains on; name other shards, or remove the setting")
-    made_by = [manifest.tokenizer and manifest.tokenizer.fingerprint for manifest in (scored, main)]
-    if made_by[0] != made_by[1]:
-        problems.append(
-            f"{label}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
-        )
-    return problems
+    return problems + _tokenizer_problems(label, scored, plan)
 
 
 def objective_problems(task: TaskSettings) -> list[str]:

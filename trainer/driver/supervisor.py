@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -29,11 +30,12 @@ from declutr.trainer.driver.group import build_group, kill_worker, start_fit
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
-from declutr.trainer.worker.heartbeat import Hang, Heartbeat, SlowStart, Watchdog
+from declutr.trainer.worker.heartbeat import Hang, Heartbeat, Watchdog
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
 _END_SECONDS = 10.0  # for the group's thread to notice that Ray was shut down
+_SLOW_SECONDS = 60.0  # a start takes a few seconds, and on a busy machine half a minute
 _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60 s
 
 
@@ -125,7 +127,6 @@ class Supervisor:
         self._hang: Hang | None = None
         self._notices = ""
         self._began = began
-        self._slow_start = SlowStart(0.0)
         self._store = store
 
     @property
@@ -186,7 +187,6 @@ class Supervisor:
                 why, account = error.problems[0], str(error)
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
         device = choose_device(self.scaling, self.run, self._store, ray.cluster_resources())
-        self._slow_start = SlowStart(time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
         settings = {**self._settings, "device": device, "channel": channel.name, "began": self._began}
         trainer, reader = build_group(self.scaling, self.run, settings), ChannelReader(channel)
@@ -219,6 +219,8 @@ class Supervisor:
     def _watch(self, fit: Future[Any], reader: ChannelReader) -> GroupFailure | None:
         """Watches the workers until they end, and kills one that hangs; returns a failure if Ray no longer answers."""
         asked_at: float | None = None
+        began = time.monotonic()
+        report_at = began + _SLOW_SECONDS  # of a start without a step, once a minute
         while not wait([fit], EVERY_SECONDS).done:
             now = time.monotonic()
             if self.signals.received is not None and asked_at is None:
@@ -240,8 +242,14 @@ class Supervisor:
                 return GroupFailure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
             hang = self._watchdog.look(reader.heartbeats, now)
             self._log_new_lines(reader.heartbeats)
-            if waiting := self._slow_start.look(reader.heartbeats, now):
-                get_logger().info("%s", waiting)
+            if any(heartbeat["steps"] for heartbeat in reader.heartbeats):
+                report_at = float("inf")
+            elif now >= report_at:
+                report_at += _SLOW_SECONDS
+                counts = Counter(heartbeat["phase"] for heartbeat in reader.heartbeats)
+                phases = ", ".join(f"{number} {phase}" for phase, number in sorted(counts.items())) or "none"
+                message = "no step yet after %.0f s; workers that have started: %s"
+                get_logger().info(message, now - began, phases)
             if hang is not None and self._hang is None:
                 self._hang = hang
                 get_logger().error("%s; starting the group again", hang)

@@ -24,7 +24,6 @@ TEXTS = ("kind", "alarm", "text")
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
-_TAIL_BYTES = 8192  # of the newest lines
 _OF_SCORES = ("validation", "alarm")  # kinds of lines of the weights with which a start begins
 
 
@@ -245,18 +244,11 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
 
 
 def read_last_step(path: Path) -> dict[str, Any] | None:
-    """The newest step's line, read from the end of the file; None before the first."""
+    """The newest step's line; None before the first. A last line without its end is skipped."""
     if not path.is_file():
         return None
-    with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = stream.read().split(b"\n")
-    # the first piece may start inside a line; the last is empty or incomplete
-    for raw in reversed(lines[1:-1] if len(lines) > 2 else lines[:-1]):
-        line = _decoded(raw)
-        if line is not None and line["kind"] == "step":
-            return line
-    return None
+    lines = map(_decoded, reversed(path.read_bytes().split(b"\n")[:-1]))
+    return next((line for line in lines if line is not None and line["kind"] == "step"), None)
 
 
 def find_step(path: Path, step: int) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ same parameters. Three rules ensure that for any share of the batch:
 - Everything else works on whole tensors. A sharded run saves the same files as an unsharded one.
 """
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,10 +24,39 @@ from torch import Tensor, nn
 
 from declutr.trainer.data.plan import part_of
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.parallel.request import Request
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
 Kind = TypeVar("Kind", bound=Tensor)
+
+
+class Request(enum.IntFlag):
+    """A worker's requests in a step; all workers carry out what any of them requests."""
+
+    SAVE = 1
+    """Save a checkpoint of the step."""
+    STOP = 2
+    """Save and stop: a signal came, or a machine is about to be removed."""
+    FAIL = 4
+    """Stop without a checkpoint, because checkpoints cannot be written."""
+    EARLY = 8
+    """Save and end the run, because its scores no longer improve."""
+    REPORT = 16
+    """Report a written checkpoint to Ray Train."""
+    MEMORY = 32
+    """Repeat the step with smaller microbatches, because memory ran out."""
+
+
+@dataclass
+class Agreement:
+    """Requests that travel with the exchange in which workers agree whether a step fitted their memory.
+
+    Attributes:
+        requests: returns this worker's requests.
+        agreed: the requests of all workers; None before the exchange, and with one worker.
+    """
+
+    requests: Callable[[], Request]
+    agreed: Request | None = None
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -64,8 +94,7 @@ class Communicator:
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a tensor over ranks, without gradient."""
         values = values.detach().clone()
-        if self.size > 1:
-            dist.all_reduce(values)
+        self.all_reduce_sum_(values)
         return values
 
     def all_reduce_sum_(self, values: Tensor) -> None:
@@ -73,32 +102,21 @@ class Communicator:
         if self.size > 1:
             dist.all_reduce(values)
 
-    def wait(self, works: Sequence[Any]) -> None:
-        """Waits for exchanges that have started."""
-        for work in works:
-            work.wait()
-
     def row_range(self, total: int, chunk: int) -> tuple[int, int]:
         """This rank's part [start, end) of `total` rows; chunk-aligned when the reduction is deterministic."""
         return part_of(total, chunk if self.deterministic else 1, self.rank, self.size)
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum of all ranks' numbers."""
-        if self.size == 1:
-            return number
         return int(reduce_by_doubling(torch.tensor([number]), self.rank, self.size, torch.maximum))
 
     def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
         """The sums of all ranks' integers, one for each place."""
-        if self.size == 1:
-            return list(counts)
         sums: list[int] = reduce_by_doubling(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
         return sums
 
     def all_reduce_or(self, requests: Request) -> Request:
         """The union of all ranks' requests, the same on every rank."""
-        if self.size == 1:
-            return requests
         raised = torch.tensor([requests.value])
         return Request(int(reduce_by_doubling(raised, self.rank, self.size, torch.bitwise_or)))
 
@@ -159,7 +177,7 @@ class _GatherRows(torch.autograd.Function):
 def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Combines a tensor of all ranks by recursive doubling (Thakur, Rabenseifner and Gropp 2005).
 
-    It takes log2(ranks) rounds; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
+    It takes log2(ranks) rounds, none with one rank; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
 
     In round k, ranks whose numbers differ in bit k exchange what they have combined so far. Of a number of ranks that
     is no power of two, the last ones give theirs to a partner before the first round and get the result after the last.

@@ -21,9 +21,8 @@ from declutr.trainer.data.packedbatch import to_device
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.base import SHARED_ROWS, Objective
-from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Agreement, Communicator, Request
 from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
-from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.step.gradcache import GradCache, Gradients, Microbatch, out_of_memory
 
 if TYPE_CHECKING:

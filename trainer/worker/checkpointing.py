@@ -21,7 +21,7 @@ from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
-from declutr.trainer.parallel.request import Request
+from declutr.trainer.parallel.communicator import Request
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.worker.heartbeat import Heartbeat
 

@@ -1,10 +1,9 @@
-"""A worker's heartbeat: its step and its phase. From all, the driver finds slow starts and hanging workers. No Ray."""
+"""A worker's heartbeat: its step and its phase. From all, the driver finds hanging workers. No Ray."""
 
 import logging
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ _KEPT_LINES = 10  # a snapshot is written twice a second
 _START_SECONDS = 60.0  # least limit for a group's first step, which opens the data and compiles
 _ALONE_SECONDS = 60.0  # added while no worker of the group writes: usually Ray is replacing the group
 _SILENT_SECONDS = 10.0  # a worker writes every 0.5 to 2 s; after this long it is stopped or cut off
-_SLOW_SECONDS = 60.0  # a start takes a few seconds, and on a busy machine half a minute
 PHASES = ("starting", "fetching", "validating", "reporting", "saving", "data", "forward", "ended")
 """Phases in their order after a step: while a group waits, the worker in the earliest holds it up."""
 
@@ -178,26 +176,3 @@ class Watchdog:
 def _place(heartbeat: dict[str, Any]) -> tuple[int, int]:
     """How far a worker is: its step, and the phase after it."""
     return heartbeat["step"], PHASES.index(heartbeat["phase"])
-
-
-@dataclass
-class SlowStart:
-    """Reports once a minute that a start has taken no step yet.
-
-    Attributes:
-        began: start, in seconds of the clock of `look`.
-    """
-
-    began: float
-    _messages: int = 0
-    _over: bool = False
-
-    def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> str | None:
-        """A message to log now, or None, from the newest heartbeats of this start's workers; `now` is in seconds."""
-        self._over = self._over or any(heartbeat["steps"] for heartbeat in heartbeats)
-        if self._over or now - self.began < _SLOW_SECONDS * (self._messages + 1):
-            return None
-        self._messages += 1
-        counts = Counter(heartbeat["phase"] for heartbeat in heartbeats)
-        phases = ", ".join(f"{number} {phase}" for phase, number in sorted(counts.items()))
-        return f"no step yet after {now - self.began:.0f} s; workers that have started: {phases or 'none'}"

@@ -1,7 +1,6 @@
 """The training loop of every worker: resume, get a batch, step, log, validate, save."""
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, peak_memo
 from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.objectives.scores import divide
-from declutr.trainer.parallel.request import Agreement, Request
+from declutr.trainer.parallel.communicator import Agreement, Request
 from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
 from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.checkpointing import Checkpointing
@@ -161,9 +160,8 @@ class TrainingLoop:
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings, memory_mib())
         loggers = dict[str, Callable[[], AbstractContextManager[Log]]]()
         if config.metrics.wandb.mode != "disabled":
-            facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
-            config_values = config.model_dump(mode="json")
-            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
+            settings_shown = config.model_dump(mode="json")
+            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, settings_shown)
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
