@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "mlm": {"terms": "mlm", "masking": HALF},
     "contrastive": {"terms": "contrastive"},
     "queue": {"masking": HALF, "queue_size": 13},
-    "other documents": {"masking": HALF, "queue_size": 13, "loss": {"exclude_same_document": True}},
+    "other documents": {"masking": HALF, "loss": {"exclude_same_document": True}},
     "sizes": {"masking": HALF, "queue_size": 13, "matryoshka": {"sizes": [3, "all", 7], "weights": [1, 0.5, 2]}},
     "by name": {
         "masking": HALF,

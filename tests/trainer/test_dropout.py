@@ -138,15 +138,6 @@ def test_a_rate_of_zero_drops_nothing_and_evaluation_ignores_rates(layout):
     assert torch.equal(nothing, encoder.hidden(spans((0.5, 0.5))))
 
 
-def test_attention_dropout_of_the_padded_layout_leaves_torchs_generator_alone():
-    encoder = tiny_encoder(dropout=0.0, attention_dropout=0.3, layout="padded")
-    found = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        found.append(encoder.hidden(spans()))
-    assert torch.equal(*found)
-
-
 def test_heads_that_share_keys_drop_in_the_padded_layout():
     """EuroBERT with two query heads for one key head; at a rate of almost 0 it is the encoder without dropout."""
     shape = {**SHARED["eurobert"], "model_type": "eurobert", "num_key_value_heads": 1}

@@ -1,15 +1,13 @@
 """Views of clips: mixup of sounds against plain writings, and crops of images that follow the plain law."""
 
-import io
 import pickle
 import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from mediafiles import sound, tone
+from mediafiles import picture, sound, stored, tone
 from messages import all_of
-from PIL import Image
 from preparing import prepare_media
 from rows import MELS, Rows, clip_rows, image_rows
 from scipy.stats import beta, kstest
@@ -22,7 +20,7 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import VIEWS, ClipFetch, Crops, clips_of, mixture
+from declutr.trainer.objectives.supcon.clips import VIEWS, ClipFetch, clips_of, mixture
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import CropConfig, SupconConfig
 
@@ -51,7 +49,7 @@ def plainly(rows, epochs, shards, rate, seed):
 
 
 def mixing(rate, seed):
-    return ClipFetch(Crops(CropConfig(), 16, seed), rate).mixed
+    return ClipFetch(CropConfig(), 16, seed, rate).mixed
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 0.0])
@@ -208,29 +206,20 @@ SIZE = (200, 200)
 
 
 def boxes(count=2000, size=SIZE, **config):
-    crops = Crops(CropConfig(**config), 32, 0)
+    crops = ClipFetch(CropConfig(**config), 32, 0)
     rng = np.random.default_rng(0)
     return np.array([crops._box(size, rng.random(30)) for _ in range(count)])
 
 
-def picture(seed=0, size=(40, 30)):
-    """Rows and columns all differ, so that a mirror image is another."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8)
-    return Image.fromarray(pixels, "RGB")
-
-
 def rows(pictures, said=None):
-    raw = []
-    for each in pictures:
-        each.save(target := io.BytesIO(), "PNG")
-        raw.append(target.getvalue())
-    ids = pa.array([bytes([number]) * 16 for number in range(len(raw))], pa.binary(16))
-    width, height = zip(*(said or each.size for each in pictures), strict=True)
-    return pa.table({"id": ids, "image": pa.array(raw, pa.binary()), "width": width, "height": height})
+    ids = pa.array([bytes([number]) * 16 for number in range(len(pictures))], pa.binary(16))
+    width, height = zip(*(said or image.size for image in pictures), strict=True)
+    images = pa.array(map(stored, pictures), pa.binary())
+    return pa.table({"id": ids, "image": images, "width": width, "height": height})
 
 
 def views(table, epochs, seed=0, **config):
-    found = Crops(CropConfig(**(PLAIN | config)), 16, seed)(table, np.array(epochs))
+    found = ClipFetch(CropConfig(**(PLAIN | config)), 16, seed).views(table, np.array(epochs))
     assert "image" not in found.column_names
     return [np.frombuffer(raw.as_py(), np.uint8).reshape(2, 16, 16, 3) for raw in found.column(VIEWS)]
 
@@ -261,7 +250,7 @@ def test_areas_and_sides_of_crops_follow_the_plain_law(min_scale):
 
 
 def test_colours_change_by_their_own_draws():
-    crops, image = Crops(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
+    crops, image = ClipFetch(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
     draws = np.random.default_rng(0).random(40)
     found = [np.asarray(crops.view(image, draws))]
     for place in range(33, 37):  # brightness, contrast, saturation, hue

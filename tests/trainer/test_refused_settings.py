@@ -21,6 +21,11 @@ LOSSES = ("NTXentLoss", "SupConLoss")
 SIZES = {"sizes": [3, "all"]}
 REFUSED = [
     (DeclutrConfig, {"queue_size": 8, "loss": BY_NAME}, ("queue_size = 8", "ntxent", "pytorch_metric_learning")),
+    (
+        DeclutrConfig,
+        {"queue_size": 8, "loss": {"exclude_same_document": True}},
+        ("queue_size = 8", "loss.exclude_same_document = true"),
+    ),
     *(
         (DeclutrConfig, {"loss": BY_NAME | {"loss": name}}, (f"'{name}'", *LOSSES))
         for name in ("NtXentLoss", "_private", "os", "__builtins__")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from declutr.common.seeding import U64
 from declutr.trainer.data.packedbatch import PackedBatch, digest_of, to_device
-from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans, pack
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans
 
 I64 = NDArray[np.int64]
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -106,7 +106,7 @@ def pack_spans(
     masking: tuple[MaskingConfig, slice] | None = None,
     rates: NDArray[np.float64] | None = None,
 ) -> SpanBatch:
-    """Packs S spans, with masks and dropout keys.
+    """Packs S spans in one row, with their specials, masks and dropout keys.
 
     Args:
         tokens: tokens of all documents, one after the other.
@@ -121,7 +121,17 @@ def pack_spans(
         masking: settings of masking, and the spans to be masked for MLM.
         rates: as of `SpanBatch`.
     """
-    ids, lengths, places = pack(tokens, sources, content, vocabulary)
+    lengths = content + vocabulary.num_specials
+    ends = np.cumsum(lengths)
+    starts, ids = ends - lengths, np.empty(int(lengths.sum()), np.int64)
+    if vocabulary.bos is not None:
+        ids[starts] = vocabulary.bos
+    if vocabulary.eos is not None:
+        ids[ends - 1] = vocabulary.eos
+    places = starts + (vocabulary.bos is not None)
+    # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
+    for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
+        ids[start : start + size] = tokens[source : source + size]
     selected = labels = np.empty(0, np.int64)
     if masking is not None:
         settings, part = masking

@@ -4,9 +4,7 @@ Masking is BERT's recipe. Every draw depends on (seed, epoch, document, span, pl
 Numpy only: a config is read without torch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +15,6 @@ from declutr.common.config import Strict
 
 I64 = NDArray[np.int64]
 _SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
-_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 @dataclass(frozen=True)
@@ -42,28 +39,6 @@ class Vocabulary:
     def num_specials(self) -> int:
         """Number of special tokens around a span."""
         return (self.bos is not None) + (self.eos is not None)
-
-
-def pack(tokens: NDArray[np.integer], sources: I64, content: I64, vocabulary: Vocabulary) -> tuple[I64, I64, I64]:
-    """Packs S spans in one row; `pack_spans` has the arguments.
-
-    Returns:
-        `(T,)` tokens with specials, `(S,)` tokens of each span with specials, and `(S,)` place of each span's first
-        token after its leading special.
-    """
-    lengths = content + vocabulary.num_specials
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    ids = np.empty(int(lengths.sum()), np.int64)
-    if vocabulary.bos is not None:
-        ids[starts] = vocabulary.bos
-    if vocabulary.eos is not None:
-        ids[ends - 1] = vocabulary.eos
-    places = starts + (vocabulary.bos is not None)
-    # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
-    for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
-        ids[start : start + size] = tokens[source : source + size]
-    return ids, lengths, places
 
 
 def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:
@@ -142,7 +117,7 @@ def mask_spans(
     epochs: seeding.U64,
     numbers: I64,
 ) -> tuple[I64, I64]:
-    """Masks m spans in `ids`, a few at a time.
+    """Masks m spans in `ids`.
 
     Args:
         masking: shares of selected and replaced tokens.
@@ -158,29 +133,15 @@ def mask_spans(
     Returns:
         `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
     """
-    pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for part in _cuts(sizes, _MASKED_TOKENS):
-        within = ranges(sizes[part])
-        place = np.repeat(places[part], sizes[part]) + within
-        span = np.repeat(np.arange(part.start, part.stop), sizes[part])
-        original = ids[place]
-        owners = keys[span], epochs[span], numbers[span]
-        masked, chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
-        ids[place] = masked
-        pieces.append((place[chosen], original[chosen]))
-    selected, labels = zip(*pieces, strict=True)
-    return np.concatenate(selected), np.concatenate(labels)
+    within = ranges(sizes)
+    place, span = np.repeat(places, sizes) + within, np.repeat(np.arange(len(sizes)), sizes)
+    original = ids[place]
+    owners = keys[span], epochs[span], numbers[span]
+    ids[place], chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
+    return place[chosen], original[chosen]
 
 
 def ranges(sizes: I64) -> I64:
     """0..size-1 for each size, one after the other."""
     starts = np.cumsum(sizes) - sizes
     return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
-
-
-def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
-    """Slices of consecutive items whose first tokens are in the same block of `limit` tokens."""
-    piece = (np.cumsum(sizes) - sizes) // limit
-    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
-    for start, end in pairwise(edges):
-        yield slice(start, end)

@@ -308,18 +308,13 @@ def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     module, _, name = config.implementation.partition(":")
     try:
         implementation = getattr(import_module(module), name)
+        if not (isinstance(implementation, type) and issubclass(implementation, Objective)):
+            raise TypeError("it is not a subclass of Objective")
+        if missing := sorted(getattr(implementation, "__abstractmethods__", ())):
+            raise TypeError(f"it does not define {', '.join(missing)}")
     except (Exception, SystemExit) as error:  # an import may raise anything, or end a command with status 0
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(_not_usable(config, why)) from error
-    if not (isinstance(implementation, type) and issubclass(implementation, Objective)):
-        raise UsageError(_not_usable(config, "is not a subclass of Objective"))
-    if missing := sorted(getattr(implementation, "__abstractmethods__", ())):
-        raise UsageError(_not_usable(config, f"does not define {', '.join(missing)}"))
+        raise UsageError(
+            f"objective.kind = {config.kind}: implementation = {config.implementation!r}: {type(error).__name__}: "
+            f"{error}; correct or reinstall the package of this objective"
+        ) from error
     return implementation
-
-
-def _not_usable(config: ObjectiveConfig, why: str) -> str:
-    return (
-        f"objective.kind = {config.kind}: implementation = {config.implementation!r}: {why}; correct or reinstall the "
-        "package of this objective"
-    )

@@ -160,6 +160,8 @@ class ObjectiveConfig(Strict):
     scores: ClassVar[tuple[str, ...]] = ()
     """Names of the held-out scores that its validator computes; `validation.score` is one of them, by default the
     first."""
+    sets_rates: ClassVar[bool] = False
+    """True if its spans have dropout rates, which replace those of the encoder."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
     without_mlm: ClassVar[str] = "another objective"
@@ -208,11 +210,6 @@ class ObjectiveConfig(Strict):
     @property
     def needs_dropout(self) -> bool:
         """True if views of a row differ by dropout alone, so that an encoder without dropout teaches nothing."""
-        return False
-
-    @property
-    def sets_rates(self) -> bool:
-        """True if its spans have dropout rates, which replace those of the encoder."""
         return False
 
     @property

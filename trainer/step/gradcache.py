@@ -237,22 +237,14 @@ class GradCache:
         """
         reducer = self.task.reducer
         share = self.task.weight * self.objective.config.mlm_weight / max(1, counts.selected)
-        if reducer is None and len(self.pieces) == 1:
-            spans, mlm_sum = embedded[0]
-            terms, gathered, spread = self._loss(spans, counts)
-            if self.task.overlap is not None:
-                self.task.overlap.arm()  # sums of gradients that start in the last backward may start
-            backward(self._total(terms, spans) + mlm_sum * share)
-        else:
-            # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
-            with nullcontext() if reducer is None or not self.comm.rank else reducer.ignoring():
-                terms, gradient, gathered, spread = self._through_loss(embedded, counts)
-            mlm_sum = self._second_pass(gradient, share, embedded)
+        # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
+        with nullcontext() if reducer is None or not self.comm.rank else reducer.ignoring():
+            terms, gradient, gathered, spread = self._through_loss(embedded, counts)
+        mlm_sum = self._second_pass(gradient, share, embedded)
         if self.comm.rank and self._row_shard(counts) is None:
             for parameter in self.objective.parameters():
                 parameter.grad = None  # of ranks but the first: replicated layers must not add up
-        detached = {name: value.detach() for name, value in terms.items()}
-        return Gradients(detached, mlm_sum.detach(), counts.selected, gathered, spread)
+        return Gradients(terms, mlm_sum, counts.selected, gathered, spread)
 
     def _second_pass(self, gradient: Tensor | None, share: float, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Backward of each piece; the sum of the MLM losses.
@@ -272,7 +264,7 @@ class GradCache:
                 kept[number] = spans.detach(), mlm_sum.detach()  # releases the graph once this backward is done
             through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
             if number == len(pieces) - 1 and self.task.overlap is not None:
-                self.task.overlap.arm()  # as above
+                self.task.overlap.arm()  # sums of gradients that start in the last backward may start
             backward(through_spans + mlm_sum * share)
             mlm_sum = mlm_sum.detach()
             if self.task.reducer is not None:  # so that the order of the pieces has no effect on the sum
@@ -292,7 +284,7 @@ class GradCache:
         cached = torch.cat([spans.detach() for spans, _ in embedded])
         if not self._keeps_graphs():
             embedded.clear()  # the copy in `cached` is enough
-        cached.requires_grad_(True)  # a leaf: the graph ends here, and the encoder runs again
+        cached.requires_grad_(True)  # a leaf: the graph ends here, and the second pass continues it
         terms, gathered, spread = self._loss(cached, counts)
         backward(self._total(terms, cached))
         return {name: value.detach() for name, value in terms.items()}, cached.grad, gathered, spread

@@ -1,8 +1,8 @@
 """Parameter groups, clipping, AdamW with and without bias correction, and the learning rate of a step."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,14 +125,10 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self._fused = fused
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is computed again
         """One update of every parameter that has a gradient."""
-        loss = None if closure is None else closure()
+        del closure
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
@@ -144,7 +140,6 @@ class UncorrectedAdamW(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self._update(group, parameter, **self.state[parameter])
-        return loss
 
     def _update(self, group: dict[str, Any], parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         (first, second), gradient = group["betas"], parameter.grad

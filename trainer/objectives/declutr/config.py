@@ -25,8 +25,8 @@ class NTXentConfig(Strict):
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     exclude_same_document: bool = False
-    """Leave the other spans of an anchor's own document, also those in the queue, out of its denominator. false: they
-    are negatives."""
+    """Leave the other spans of an anchor's own document out of its denominator; without a queue. false: they are
+    negatives."""
 
 
 class MetricLearningConfig(Strict):
@@ -93,6 +93,11 @@ class DeclutrConfig(ObjectiveConfig):
     def _queue_needs_ntxent(self) -> "DeclutrConfig":
         if self.queue_size and self.loss.kind != "ntxent":
             raise ValueError(f"queue_size = {self.queue_size} needs loss kind ntxent, not {self.loss.kind}")
+        if self.queue_size and self.excludes_same_document:
+            raise ValueError(
+                f"queue_size = {self.queue_size} and loss.exclude_same_document = true exclude each other: a queue "
+                "has no documents; set queue_size to 0"
+            )
         return self
 
     @property
@@ -158,28 +163,27 @@ class DeclutrConfig(ObjectiveConfig):
 
 
 def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
-    problems = []
-    spans, geometry = run.spans, manifest.geometry
-    if spans.min_tokens > spans.max_tokens:
-        problems.append(
-            f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} "
-            "(if not set, geometry.max_tokens of the shards); lower it"
-        )
-    if spans.max_tokens > geometry.max_tokens:
-        problems.append(
-            f"spans.max_tokens = {spans.max_tokens}: the shards were prepared for at most {geometry.max_tokens}; "
-            "lower it, or prepare the corpus again with a larger geometry.max_tokens"
-        )
-    # fewer_anchors: the windows of a document decide
-    if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
-        problems.append(
-            f"spans.num_anchors = {spans.num_anchors}: the shards were prepared for at most {geometry.num_anchors}; "
-            "lower it, or prepare the corpus again with a larger geometry.num_anchors"
-        )
-    # only there windows are shorter than l_max
-    if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
-        problems.append(
+    spans, geometry, short_documents = run.spans, manifest.geometry, manifest.short_documents
+    prepared = "the shards were prepared for at most"
+    again = "lower it, or prepare the corpus again with a larger geometry"
+    checks = [
+        (
+            spans.min_tokens > spans.max_tokens,
+            f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} (if not "
+            "set, geometry.max_tokens of the shards); lower it",
+        ),
+        (
+            spans.max_tokens > geometry.max_tokens,
+            f"spans.max_tokens = {spans.max_tokens}: {prepared} {geometry.max_tokens}; {again}.max_tokens",
+        ),
+        (  # fewer_anchors: the windows of a document decide
+            spans.num_anchors > geometry.num_anchors and short_documents != "fewer_anchors",
+            f"spans.num_anchors = {spans.num_anchors}: {prepared} {geometry.num_anchors}; {again}.num_anchors",
+        ),
+        (  # only there windows are shorter than l_max
+            spans.min_tokens > geometry.min_tokens and short_documents == "shrink_spans",
             f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of only "
-            f"{geometry.min_tokens} tokens; lower it, or prepare the corpus again with a larger geometry.min_tokens"
-        )
-    return problems
+            f"{geometry.min_tokens} tokens; {again}.min_tokens",
+        ),
+    ]
+    return [message for applies, message in checks if applies]

@@ -264,15 +264,6 @@ class SpanCollator:
             facts = {"document": torch.from_numpy(owners)}
         return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted, facts)
 
-    def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
-        """The spans of n documents, cut, masked and packed.
-
-        Args:
-            documents: n rows of the shards.
-            epochs: `(n,)` epoch in which each is read.
-        """
-        return self.pack(documents, epochs, self.sample(documents, epochs))
-
     def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
         """Cuts, masks and packs spans that were drawn from these documents before."""
         config, run = self.config, self.run

@@ -7,7 +7,6 @@ Legend: n documents, N held-out documents, H embedding size.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -67,24 +66,6 @@ def place_distant(
     return spans, room >= distance
 
 
-class HeldOut(NamedTuple):
-    """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
-
-    Attributes:
-        anchors: one span of each document.
-        positives: the span that touches it.
-        distant_anchors: another span of each document.
-        distant_positives: the span far from that one.
-        reached: `(N,)` 1 where the distant pair has the wanted distance, 0 where the document is too short for it.
-    """
-
-    anchors: Tensor
-    positives: Tensor
-    distant_anchors: Tensor
-    distant_positives: Tensor
-    reached: Tensor
-
-
 @dataclass(frozen=True)
 class SpanValidator:
     """Scores an encoder on held-out documents, shared among the workers.
@@ -108,13 +89,13 @@ class SpanValidator:
 
         `distant_share` is the share of documents whose distant spans are far enough apart.
         """
-        held_out = self.embed(encoder)
-        if not all(bool(numbers.isfinite().all()) for numbers in held_out):
+        *pairs, reached = self.embed(encoder)
+        if not all(bool(table.isfinite().all()) for table in pairs):
             return None
         keys = document_keys(self.held_out.shards.take(self.rows))
 
         def scores(size: int | None) -> dict[str, float]:
-            anchors, positives, first, second = (table[:, :size] for table in held_out[:4])
+            anchors, positives, first, second = (table[:, :size] for table in pairs)
             return {
                 **retrieval(anchors, positives, keys),
                 **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
@@ -123,26 +104,31 @@ class SpanValidator:
                 "effective_rank": effective_rank(anchors),
             }
 
-        return by_size(self.sizes, scores) | {"distant_share": float(held_out.reached.mean())}
+        return by_size(self.sizes, scores) | {"distant_share": float(reached.mean())}
 
-    def embed(self, encoder: Encoder) -> HeldOut:
-        """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
+    def embed(self, encoder: Encoder) -> tuple[Tensor, ...]:
+        """Pooled embeddings as exported, on every worker: without projection, masks and dropout.
+
+        `(N, H)` each in float64 on the CPU: one span of each document, the span that touches it, another span, the span
+        far from that one. Then `(N, 1)`: 1 where these two have the distance, 0 where the document is too short for it.
+        """
         device, width = self.held_out.device, encoder.output_size
 
         def rows_of(part: slice) -> Tensor:
-            """The rows of `HeldOut`, `(n, 4 H + 1)`. Two separate forwards need only the memory of one."""
+            """`(n, 4 H + 1)`. Two separate forwards need only the memory of one."""
             documents = self.held_out.shards.take(self.rows[part])
             epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
             distant, reached = self.sample_distant(documents)
-            batches = self.collator.batch(documents, epochs), self.collator.pack(documents, epochs, distant)
+            touching = self.collator.sample(documents, epochs)
+            batches = (self.collator.pack(documents, epochs, spans) for spans in (touching, distant))
             pairs = [encoder.embed(batch.to(device)).view(2, len(documents), width) for batch in batches]
             far = torch.from_numpy(reached).to(pairs[0])[:, None]  # a number of the row, so that one gather is enough
             return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
         workers = self.held_out.comm, device
         table = compute_together(encoder, len(self.rows), 4 * width + 1, rows_of, *workers, self.chunk_documents)
-        *pairs, reached = table.split([width] * 4 + [1], dim=1)
-        return HeldOut._make([*pairs, reached.squeeze(1)])
+        pairs_and_reached: tuple[Tensor, ...] = table.split([width] * 4 + [1], dim=1)
+        return pairs_and_reached
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
         """Distant spans of these documents, and `(n,)` true where they are far enough apart."""

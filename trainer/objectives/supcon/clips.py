@@ -32,20 +32,28 @@ _ORDER = 19
 
 
 @dataclass(frozen=True)
-class Crops:
-    """Replaces the images of rows by their views.
+class ClipFetch:
+    """Makes the views of images, and mixes sounds with others that are drawn from the whole training split.
 
     Attributes:
-        config: probabilities and strengths.
+        config: probabilities and strengths of crops.
         size: height and width of a view in pixels.
         seed: seed of the task.
+        mixup: probability that a sound is mixed.
     """
 
     config: CropConfig
     size: int
     seed: int
+    mixup: float = 0.0
 
-    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
+    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
+        """The rows of `shards` with the column `views` or, if sounds are mixed, `mixed`."""
+        if "image" in rows.column_names:
+            return self.views(rows, epochs)
+        return self.mixed(rows, epochs, shards) if self.mixup else rows
+
+    def views(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
         """The rows with the column `views` instead of `image`.
 
         Raises:
@@ -59,7 +67,7 @@ class Crops:
         """The rows with the column `views` instead of `image`; every view is the whole image.
 
         Raises:
-            ShardError: as when called.
+            ShardError: as `views`.
         """
         size = self.size, self.size
         views = [NUM_VIEWS * image.resize(size, Image.Resampling.BILINEAR).tobytes() for image in _images(rows)]
@@ -129,6 +137,40 @@ class Crops:
                 view = kind(view).enhance(float(factors[step]))
         return view
 
+    def mixed(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
+        """The rows with the column `mixed`; a mixed clip has the label of the louder part.
+
+        Args:
+            rows: n clips.
+            epochs: `(n,)` epoch in which each is read.
+            shards: the training split.
+        """
+        chosen, partners, shares = self.drawn(rows, epochs, shards.num_documents)
+        partner_rows = shards.take(partners)
+        labels, other_labels = rows.column("label").to_pylist(), partner_rows.column("label").to_pylist()
+        clips, other_clips = clips_of(rows), clips_of(partner_rows)
+        for place, (row, share) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
+            clips[row] = mixture(clips[row], other_clips[place], share)
+            labels[row] = labels[row] if share >= 0.5 else other_labels[place]  # argmax of the mixed labels
+        mixed = np.zeros(len(rows), np.bool_)
+        mixed[chosen] = True
+        offsets = np.cumsum([0, *(clip.size for clip in clips)]).astype(np.int32)
+        values = np.concatenate([np.empty(0, np.float32), *(clip.reshape(-1) for clip in clips)])
+        frames = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+        for name, column in (("frames", frames), ("label", pa.array(labels, pa.string()))):
+            rows = rows.set_column(rows.column_names.index(name), name, column)
+        return rows.append_column(MIXED, pa.array(mixed))
+
+    def drawn(
+        self, rows: pa.Table, epochs: NDArray[np.int64], num_documents: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Numbers of the mixed clips in `rows`, of their partners in the training split, and the share of each clip."""
+        words = seeding.words(self.seed, "mixup", document_keys(rows), epochs.astype(np.uint64), 2 + _ORDER)
+        draws = seeding.unit(words)
+        chosen = np.flatnonzero(draws[:, 0] < self.mixup)
+        shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]  # Beta(10, 10) without an inverse of its law
+        return chosen, (draws[chosen, 1] * num_documents).astype(np.int64), shares
+
 
 def _images(rows: pa.Table) -> Iterator[Image.Image]:
     """The images of rows, decoded one by one."""
@@ -169,56 +211,3 @@ def clips_of(rows: pa.Table) -> list[NDArray[np.float32]]:
     counts = rows.column("num_frames").to_numpy()
     parts = zip(offsets[:-1], offsets[1:], counts, strict=True)
     return [frames[start:end].astype(np.float32).reshape(count, -1) for start, end, count in parts]
-
-
-@dataclass(frozen=True)
-class ClipFetch:
-    """Makes the views of images, and mixes sounds with others that are drawn from the whole training split.
-
-    Attributes:
-        crops: views of images; its seed is that of the mixtures.
-        mixup: probability that a sound is mixed.
-    """
-
-    crops: Crops
-    mixup: float
-
-    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
-        """The rows of `shards` with the column `views` or, if sounds are mixed, `mixed`."""
-        if "image" in rows.column_names:
-            return self.crops(rows, epochs)
-        return self.mixed(rows, epochs, shards) if self.mixup else rows
-
-    def mixed(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
-        """The rows with the column `mixed`; a mixed clip has the label of the louder part.
-
-        Args:
-            rows: n clips.
-            epochs: `(n,)` epoch in which each is read.
-            shards: the training split.
-        """
-        chosen, partners, shares = self.drawn(rows, epochs, shards.num_documents)
-        partner_rows = shards.take(partners)
-        labels, other_labels = rows.column("label").to_pylist(), partner_rows.column("label").to_pylist()
-        clips, other_clips = clips_of(rows), clips_of(partner_rows)
-        for place, (row, share) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
-            clips[row] = mixture(clips[row], other_clips[place], share)
-            labels[row] = labels[row] if share >= 0.5 else other_labels[place]  # argmax of the mixed labels
-        mixed = np.zeros(len(rows), np.bool_)
-        mixed[chosen] = True
-        offsets = np.cumsum([0, *(clip.size for clip in clips)]).astype(np.int32)
-        values = np.concatenate([np.empty(0, np.float32), *(clip.reshape(-1) for clip in clips)])
-        frames = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
-        for name, column in (("frames", frames), ("label", pa.array(labels, pa.string()))):
-            rows = rows.set_column(rows.column_names.index(name), name, column)
-        return rows.append_column(MIXED, pa.array(mixed))
-
-    def drawn(
-        self, rows: pa.Table, epochs: NDArray[np.int64], num_documents: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Numbers of the mixed clips in `rows`, of their partners in the training split, and the share of each clip."""
-        words = seeding.words(self.crops.seed, "mixup", document_keys(rows), epochs.astype(np.uint64), 2 + _ORDER)
-        draws = seeding.unit(words)
-        chosen = np.flatnonzero(draws[:, 0] < self.mixup)
-        shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]  # Beta(10, 10) without an inverse of its law
-        return chosen, (draws[chosen, 1] * num_documents).astype(np.int64), shares

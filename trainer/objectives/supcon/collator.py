@@ -17,7 +17,7 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.batches import PatchBatch, RankBatch
 from declutr.trainer.data.packing import dropout_words
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, Crops, clips_of
+from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, clips_of
 from declutr.trainer.objectives.supcon.config import SupconConfig
 
 
@@ -38,7 +38,7 @@ class ClipCollator:
     @property
     def fetch(self) -> ClipFetch:
         """The work of the tasks that read shards: views of images, mixtures of sounds."""
-        return ClipFetch(Crops(self.config.crops, self.frontend.image_size, self.seed), self.config.mixup)
+        return ClipFetch(self.config.crops, self.frontend.image_size, self.seed, self.config.mixup)
 
     def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The clips of n rows of images or sounds.
@@ -53,7 +53,7 @@ class ClipCollator:
                 raise ValueError(f"objective.mixup = {self.config.mixup}: the clips were not mixed; call `fetch` first")
             values, sizes = self._sounds(rows, keys, minor)
         else:
-            rows = rows if VIEWS in rows.column_names else self.fetch.crops(rows, epochs)
+            rows = rows if VIEWS in rows.column_names else self.fetch.views(rows, epochs)
             values, sizes = self._images(rows)
         lengths = sizes + 1
         starts = np.cumsum(lengths) - lengths
@@ -71,7 +71,7 @@ class ClipCollator:
     def describe(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> list[str]:
         """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""
         if "frames" not in rows.column_names:
-            return self.fetch.crops.describe(rows, epochs)
+            return self.fetch.describe(rows, epochs)
         masks, changes = self._masks(document_keys(rows), epochs.astype(np.uint64)), []
         mixtures = self._mixtures(rows, epochs, shards)
         for row, clip in enumerate(clips_of(rows)):

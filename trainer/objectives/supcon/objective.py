@@ -185,7 +185,7 @@ class NeighbourValidator:
 
     def views(self, rows: pa.Table) -> pa.Table:
         """Rows whose labels are compared, with whole images as views; others as they are."""
-        return self.collator.fetch.crops.whole(rows) if self.labelled and "image" in rows.column_names else rows
+        return self.collator.fetch.whole(rows) if self.labelled and "image" in rows.column_names else rows
 
 
 class Supcon(Objective[SupconConfig]):
