@@ -23,8 +23,19 @@ from declutr.pipeline.filters.evaluation_sets import (
     contamination_problems,
     hash_sets,
 )
-from declutr.pipeline.filters.gopher import Drop, GopherQuality, GopherRepetition, quality_drop, repetition_drop
-from declutr.pipeline.filters.lines import Boilerplate, C4Rules, c4_lines, c4_page, c4_problems, without_boilerplate
+from declutr.pipeline.filters.rules import (
+    Boilerplate,
+    C4Rules,
+    Drop,
+    GopherQuality,
+    GopherRepetition,
+    c4_lines,
+    c4_page,
+    c4_problems,
+    quality_drop,
+    repetition_drop,
+    without_boilerplate,
+)
 from declutr.pipeline.filters.words import hash_words
 
 _STRETCHES = 3

@@ -35,9 +35,8 @@ from declutr.pipeline.readers.corpus import (
     bare_suffix,
     rules_of,
 )
-from declutr.pipeline.readers.heads import Head
-from declutr.pipeline.readers.hub import hub_inputs
-from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.files import Head
+from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
 from declutr.pipeline.readers.lines import encoding_of
 from declutr.pipeline.readers.rows import BlobRows, FieldRows, TextRows, rows_of
 from declutr.pipeline.readers.skipped import (
