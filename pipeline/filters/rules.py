@@ -132,7 +132,7 @@ class GopherRepetition(Strict):
 
 
 def repetition_drop(text: str, words: WordHashes, lines: list[str], config: GopherRepetition) -> Drop | None:
-    """The first rule that a document breaks, or None. Arguments as in `gopher.quality_drop`."""
+    """The first rule that a document breaks, or None. Arguments as in `quality_drop`."""
     by_lines = (config.max_duplicate_lines, config.max_duplicate_line_characters)
     if drop := _duplicates(lines, "line", *by_lines):
         return drop

@@ -8,8 +8,9 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
@@ -78,9 +79,8 @@ class Head:
         self.data, self.name, self.suffix = data, name, bare_suffix(name)
 
     @classmethod
-    def of(cls, stream: ByteStream, name: str) -> "Head":
-        """As many bytes as the format needs: of a .json and without an ending, the first object."""
-        num_bytes = BLOCK_BYTES
+    def of(cls, stream: ByteStream, name: str, num_bytes: int = BLOCK_BYTES) -> "Head":
+        """This many bytes, or as many as the format needs: of a .json and without an ending, the first object."""
         head = cls(stream.head(num_bytes), name)
         while (
             head.suffix in ("", JSON_SUFFIX)
@@ -170,23 +170,46 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Records:
     if part.format == "lost":
         yield failed("unreadable", part.source, 0, _why_lost(part.path))
         return
-    try:
-        file = open_input(part.path, count=False)  # a store that ends must stop the unit, not count as a failure a part
-    except READ_ERRORS as error:
-        yield unreadable(error, part.source, part.start)
-        return
-    with file:
-        match part.format:
-            case "parquet" | "arrow":
-                yield from _read_table(part, file, rules, meter)
-            case "tar":
-                yield from _read_tar(part, file, rules, meter)
-            case "stream":
-                stream = stream_of(file, part.path)
-                meter.measure = lambda: stream.position
-                yield from read_stream(stream, part.source, rules)
-            case _:
-                yield from _read_range(part, file, rules, meter)
+    with ExitStack() as files:
+        try:
+            records = _opened(part, rules, meter, files)
+        except READ_ERRORS as error:
+            yield unreadable(error, part.source, part.start)
+        else:
+            yield from records
+
+
+def _opened(part: Part, rules: Rules, meter: Meter, files: ExitStack) -> Records:
+    """The records of a part, whose file is opened, added to `files` and moved to its start."""
+    file = files.enter_context(open_input(part.path))
+    stream, pieces = stream_of(file, part.path), range(part.start, part.stop)
+    match part.format:
+        case "parquet" | "arrow":
+            body = Body(stream, part.source, rules)
+            meter.measure = lambda: part.num_bytes * body.share
+            if part.format == "parquet":
+                return read_parquet(body, file, None if part.stop == END else pieces)
+            # A remote file cannot be mapped.
+            mapped = file if is_remote(part.path) else files.enter_context(pa.memory_map(part.path))
+            return read_arrow_batches(body, mapped, pieces)
+        case "tar":
+            allowance, packed = Allowance(stream), compression_of(stream.peek(BLOCK_BYTES))
+            members_stream = decompressed(stream, packed, allowance) if packed else stream
+            members_stream.skip(part.start)  # a compressed archive has no place to start from
+            scale = part.num_bytes / len(pieces) if part.stop != END else 1.0
+            meter.measure = lambda: scale * (members_stream.position - part.start)
+            return read_archive(members_stream, part.source, rules, part.stop, allowance)
+        case "stream":
+            meter.measure = lambda: stream.position
+            return read_stream(stream, part.source, rules)
+        case _:
+            # A line across the cut belongs to the range before: start one byte earlier, which shows if a line begins
+            # here, and skip that line.
+            lines = stream_of(file, part.path, max(0, part.start - 1), part.stop)
+            if part.start > 0:
+                _skip_line(lines)
+            meter.measure = lambda: lines.position - part.start
+            return _read_range(part, Body(lines, part.source, rules, part.stop))
 
 
 def _why_lost(path: str) -> str:
@@ -203,60 +226,16 @@ def _why_lost(path: str) -> str:
     return f"the {what} could not be read when files were looked for, and its contents are lost"
 
 
-def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
-    """Row groups or record batches [start, stop)."""
-    body, pieces = Body(stream_of(file, part.path), part.source, rules), range(part.start, part.stop)
-    meter.measure = lambda: part.num_bytes * body.share
-    if part.format == "parquet":
-        yield from read_parquet(body, file, None if part.stop == END else pieces)
-    elif is_remote(part.path):
-        yield from read_arrow_batches(body, file, pieces)  # a remote file cannot be mapped
-    else:
-        try:
-            mapped = pa.memory_map(part.path)
-        except READ_ERRORS as error:
-            yield unreadable(error, part.source, part.start)
-            return
-        with mapped:
-            yield from read_arrow_batches(body, mapped, pieces)
-
-
-def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
-    """The members that start in [start, stop) of the archive; a compressed archive is read from its beginning."""
-    try:
-        stream = stream_of(file, part.path)
-        allowance = Allowance(stream)
-        compression = compression_of(stream.peek(BLOCK_BYTES))
-        if compression:
-            stream = decompressed(stream, compression, allowance)
-        stream.skip(part.start)  # a compressed archive has no place to start from
-    except READ_ERRORS as error:
-        yield unreadable(error, part.source, part.start)
-        return
-    scale = part.num_bytes / (part.stop - part.start) if part.stop != END else 1.0
-    meter.measure = lambda: scale * (stream.position - part.start)
-    yield from read_archive(stream, part.source, rules, part.stop, allowance)
-
-
-def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
+def _read_range(part: Part, body: Body) -> Records:
     """The lines whose first byte is in [start, stop)."""
-    try:
-        # One byte earlier shows if a line begins here.
-        stream = stream_of(file, part.path, max(0, part.start - 1), part.stop)
-        if part.start > 0:
-            # A line across the cut belongs to the range before: start one byte earlier and skip that line.
-            _skip_line(stream)
-    except READ_ERRORS as error:
-        yield unreadable(error, part.source, part.start)
-        return
-    meter.measure = lambda: stream.position - part.start
     record: Record | None = None
-    for record in READERS[part.format](Body(stream, part.source, rules, part.stop)):  # type: ignore[index]
+    for record in READERS[part.format](body):  # type: ignore[index]
         yield record
     # The file has shrunk since it was cut, and what is missing must be counted.
-    if stream.position < part.stop and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
-        short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
-        yield unreadable(short, part.source, stream.position)
+    lost_bytes = part.stop - body.stream.position
+    if lost_bytes > 0 and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
+        short = EOFError(f"the file ends {lost_bytes} bytes earlier than when it was looked for")
+        yield unreadable(short, part.source, body.stream.position)
 
 
 def _skip_line(stream: ByteStream) -> None:
