@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, MIB
 from declutr.pipeline.shards.content import ImagesContent, MediaContent
-from declutr.pipeline.shards.media import Clip, Image, Media
+from declutr.pipeline.shards.media import Media
 
 _OUT_OF_MEMORY = 3  # exit status of a process that reached its limit of memory
 # Signals by which a decoder ends itself on a damaged file.
@@ -61,8 +61,7 @@ def library_message(error: BaseException) -> str:
     return message[:_SHOWN_CHARACTERS]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(msgspec.Struct, frozen=True):
     """An image or clip as the shards hold it."""
 
     media: Media
@@ -84,36 +83,15 @@ class Limits:
 
 
 LIMITS = Limits()
-IMAGE, CLIP, TEXT, FAILED, UNSUITABLE = range(5)
+FAILED, UNSUITABLE = range(2)
 
 Answer = Decoded | str | tuple[int, str, str]
 """An image or clip; a text; or FAILED or UNSUITABLE, the reason, and a message."""
-# An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image, frames or text. It is no
-# pickle, which a decoder could misuse that a file has taken over.
-_Packed = tuple[int, bytes, tuple[int, int], list[str], bytes]
-
-
-def _pack(answer: Answer) -> _Packed:
-    if isinstance(answer, str):
-        return TEXT, b"", (0, 0), [], answer.encode("utf-8", "replace")
-    if not isinstance(answer, Decoded):
-        kind, *texts = answer
-        return kind, b"", (0, 0), [text.encode("utf-8", "backslashreplace").decode() for text in texts], b""
-    media, notes = answer.media, list(answer.notes)
-    if isinstance(media, Image):
-        return IMAGE, answer.id, (media.width, media.height), notes, media.png
-    return CLIP, answer.id, (media.frames.shape[0], media.frames.shape[1]), notes, media.frames.tobytes()
-
-
-def _unpack(packed: _Packed) -> Answer:
-    kind, identity, (width, height), texts, payload = packed
-    if kind in (FAILED, UNSUITABLE):
-        return kind, texts[0], texts[1]
-    if kind == TEXT:
-        return payload.decode()
-    if kind == IMAGE:
-        return Decoded(Image(payload, width, height, ""), identity, tuple(texts))
-    return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, tuple(texts))
+# Answers travel as msgpack: a decoder that a file has taken over could misuse pickle.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda frames: (frames.shape, frames.tobytes()))
+_DECODER = msgspec.msgpack.Decoder(
+    list[Answer], dec_hook=lambda _, frames: np.frombuffer(frames[1], np.float32).reshape(frames[0])
+)
 
 
 def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers_file: str) -> None:
@@ -134,17 +112,17 @@ def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers
             decoders |= _decoders(content)
             _limit_memory(int(memory_mib))
         try:
-            packed = []
+            batch = list[Answer]()
             for data in files:
                 signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # SIGPROF ends this process
                 try:
-                    answer: Answer = decoders[content](data)
+                    answer = decoders[content](data)
+                    batch.append(answer.encode("utf-8", "replace").decode() if isinstance(answer, str) else answer)
                 except UndecodableError as error:
                     kind = UNSUITABLE if isinstance(error, UnsuitableError) else FAILED
-                    answer = kind, error.reason, str(error)
-                packed.append(_pack(answer))
+                    batch.append((kind, error.reason, str(error).encode("utf-8", "backslashreplace").decode()))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            answers.send_bytes(msgspec.msgpack.encode(packed))
+            answers.send_bytes(_ENCODER.encode(batch))
         except BrokenPipeError:  # the parent ended while it waited for these answers
             return
         except MemoryError:
@@ -201,11 +179,11 @@ class _Child:
         """The answers to a batch; None if the process ended before it had sent them."""
         try:
             self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
-            packed = msgspec.msgpack.decode(self._answers.recv_bytes(), type=list[_Packed])
+            answers = _DECODER.decode(self._answers.recv_bytes())
         except (EOFError, OSError):
             return None
         self.is_new = False
-        return [_unpack(answer) for answer in packed]
+        return answers
 
     def end(self) -> int:
         """Waits for the end of a process whose answers have ended; returns its exit status."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
 
+import msgspec
+
 from declutr.common.errors import missing_extra
 from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Limits, decode
 from declutr.pipeline.readers.blobs import document_kind
@@ -150,7 +152,7 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
 def _row(blob: Blob, answer: Answer) -> Record:
     """The row of an image or clip, or the reason why it forms none."""
     if isinstance(answer, Decoded):
-        media = replace(answer.media, label=blob.label or "")
+        media = msgspec.structs.replace(answer.media, label=blob.label or "")
         return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
     assert not isinstance(answer, str)
     kind, reason, message = answer
