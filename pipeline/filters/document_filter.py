@@ -23,8 +23,19 @@ from declutr.pipeline.filters.evaluation_sets import (
     contamination_problems,
     hash_sets,
 )
-from declutr.pipeline.filters.gopher import Drop, GopherQuality, GopherRepetition, quality_drop, repetition_drop
-from declutr.pipeline.filters.lines import Boilerplate, C4Rules, c4_lines, c4_page, c4_problems, without_boilerplate
+from declutr.pipeline.filters.rules import (
+    Boilerplate,
+    C4Rules,
+    Drop,
+    GopherQuality,
+    GopherRepetition,
+    c4_lines,
+    c4_page,
+    c4_problems,
+    quality_drop,
+    repetition_drop,
+    without_boilerplate,
+)
 from declutr.pipeline.filters.words import hash_words
 
 _STRETCHES = 3
@@ -223,10 +234,7 @@ class DocumentFilter:
         finish = normalise if self._config.normalise_whitespace else str
         if not text or text.isspace():
             return FilterResult(finish(text), None, None, None)
-        cleaned, drop = self._clean(text)
-        language: str | None = None
-        if drop is None:
-            language, drop = self._judge(cleaned)
+        cleaned, language, drop = self._judge(text)
         if drop is not None:
             return FilterResult(finish(text), drop[0], language, drop[1])
         rule, match = self._config.contamination, self._index.find(cleaned) if self._index else None
@@ -235,40 +243,33 @@ class DocumentFilter:
         detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
         return FilterResult(finish(cleaned), CONTAMINATED if rule.action == "drop" else None, language, detail)
 
-    def _clean(self, text: str) -> tuple[str, Drop | None]:
-        """Applies the rules that remove lines, and before them those that look at the whole page."""
-        config = self._config
+    def _judge(self, text: str) -> tuple[str, str | None, Drop | None]:
+        """Applies the rules on pages, lines, counts, language and repetition, cheap ones first.
+
+        Returns:
+            The text without the lines that rules remove, its language if it was identified, the reason to drop it.
+        """
+        config, language = self._config, None
         if config.boilerplate:
             text = without_boilerplate(text, config.boilerplate)  # before C4, which judges what is left of a page
             if not text.strip():
-                return text, ("only_boilerplate", "no other line")
+                return text, language, ("only_boilerplate", "no other line")
         if config.c4:
             if drop := c4_page(text, config.c4):
-                return text, drop
-            return c4_lines(text, config.c4)
-        return text, None
-
-    def _judge(self, text: str) -> tuple[str | None, Drop | None]:
-        """Applies the rules on counts, language and repetition."""
-        config = self._config
-        drop: Drop | None = None
-        language: str | None = None
+                return text, language, drop
+            text, drop = c4_lines(text, config.c4)
+            if drop:
+                return text, language, drop
         if config.gopher or config.repetition:
             words = hash_words(text)
             lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
-        if config.gopher:
-            drop = quality_drop(text, words, lines, config.gopher)
-        if config.language and drop is None:  # cheap rules run first
-            language, drop = _language(text, config.language)
-        if config.repetition and drop is None:
-            drop = repetition_drop(text, words, lines, config.repetition)
-        return language, drop
-
-
-def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:
-    """The language of a text, and the reason to drop the text for it, or None."""
-    language, score = identify(text)
-    is_other = bool(rule.keep) and language not in rule.keep
-    if is_other or score < rule.min_score:
-        return language, ("language_other" if is_other else "language_unsure", f"{language} with {score:.2f}")
-    return language, None
+        if config.gopher and (drop := quality_drop(text, words, lines, config.gopher)):
+            return text, language, drop
+        if rule := config.language:
+            language, score = identify(text)
+            reason = "language_other" if rule.keep and language not in rule.keep else "language_unsure"
+            if reason == "language_other" or score < rule.min_score:
+                return text, language, (reason, f"{language} with {score:.2f}")
+        if config.repetition and (drop := repetition_drop(text, words, lines, config.repetition)):
+            return text, language, drop
+        return text, language, None

@@ -1,12 +1,15 @@
 """Rows of a corpus of images or clips with their labels, and texts of documents, from the blobs of its readers."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
 
+import msgspec
+
 from declutr.common.errors import missing_extra
-from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Decoder, Limits
+from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Limits, decode
 from declutr.pipeline.readers.blobs import document_kind
 from declutr.pipeline.readers.corpus import (
     Blob,
@@ -117,17 +120,17 @@ def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS)
 
     A batch is decoded in another process while the rows of the batch before are used.
     """
-    with Decoder(content, limits) as decoder:
-        sent: list[Record] = []
+    with ThreadPoolExecutor(1) as waiter:
+        sent, decoding = list[Record](), waiter.submit(list[Answer])  # before the first batch there are no answers
         pieces = batches(
             records, lambda record: len(record.data) if isinstance(record, Blob) else 0, _BATCH_BYTES, _BATCH_FILES
         )
         for batch in chain(pieces, [list[Record]()]):  # the empty batch ends the last one
             waiting = [labelled(record, content.label) for record in batch]
-            answers = iter(decoder.answers())
+            answers = iter(decoding.result())
             rows = [_row(record, next(answers)) if isinstance(record, Blob) else record for record in sent]
-            decoder.send([record.data for record in waiting if isinstance(record, Blob)])
-            sent = waiting
+            blobs = [record.data for record in waiting if isinstance(record, Blob)]
+            sent, decoding = waiting, waiter.submit(decode, content, blobs, limits)
             yield from rows
 
 
@@ -139,9 +142,7 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
             continue
         if absent := missing_extra("documents", record.source):
             raise OSError(absent)  # not a failure to count: another host of the same preparation has the extra
-        with Decoder(kind, limits) as decoder:
-            decoder.send([record.data])
-            (answer,) = decoder.answers()
+        (answer,) = decode(kind, [record.data], limits)
         if isinstance(answer, str):
             yield from read_text_file(Body(ByteStream(BytesIO(answer.encode()).read), record.source, rules))
         elif isinstance(answer, tuple):
@@ -151,7 +152,7 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
 def _row(blob: Blob, answer: Answer) -> Record:
     """The row of an image or clip, or the reason why it forms none."""
     if isinstance(answer, Decoded):
-        media = replace(answer.media, label=blob.label or "")
+        media = msgspec.structs.replace(answer.media, label=blob.label or "")
         return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
     assert not isinstance(answer, str)
     kind, reason, message = answer

@@ -35,9 +35,8 @@ from declutr.pipeline.readers.corpus import (
     bare_suffix,
     rules_of,
 )
-from declutr.pipeline.readers.heads import Head
-from declutr.pipeline.readers.hub import hub_inputs
-from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.files import Head
+from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
 from declutr.pipeline.readers.lines import encoding_of
 from declutr.pipeline.readers.rows import BlobRows, FieldRows, TextRows, rows_of
 from declutr.pipeline.readers.skipped import (
@@ -53,6 +52,7 @@ from declutr.pipeline.readers.streams import (
     READ_ERRORS,
     Allowance,
     ByteStream,
+    StoreLostError,
     compression_of,
     decompressed,
     open_input,
@@ -77,8 +77,8 @@ class Cut(NamedTuple):
     """Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused."""
     skipped: bool = False
     """True if a search met the file and its format is unknown."""
-    doubtful: tuple[Part, ...] = ()
-    """Parts of a skipped .json with an object a line, which are read if a .json beside it is data."""
+    doubtful: bool = False
+    """True for a skipped .json with an object a line, which is read if a .json beside it is data."""
 
 
 def _cut_archive(
@@ -217,7 +217,7 @@ def file_parts(
     of_data = {_place(file) for file, cut in zip(files, cuts, strict=True) if cut.parts and not cut.problem}
     for file, cut in zip(files, cuts, strict=True):
         if cut.doubtful and _place(file) in of_data:  # its first line lacks the key, others may have it
-            cut = Cut(list(cut.doubtful))
+            cut = cut_file(replace(file, searched=False))
         parts += cut.parts
         num_good += bool(cut.parts) and cut.problem is None
         if cut.skipped:
@@ -293,7 +293,9 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
         return _lost(file, "it cannot be read")
     try:
         with open_input(file.path) as opened:
-            head = Head(opened.read(_HEAD_BYTES), file.source)
+            beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
+            beginning.peek(1)  # raises the error of a file that cannot be read
+            head = Head.of(beginning, file.source, _HEAD_BYTES)
             compression = compression_of(head.data)
             if compression:
                 return _cut_compressed(file, opened, compression, rules, part_bytes)
@@ -302,14 +304,9 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(_cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
-            if head.suffix in ("", JSON_SUFFIX):
-                opened.seek(0)
-                longer = Head.of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source)
-                head = max(head, longer, key=lambda head: len(head.data))
             file_format = head.format(rules, inside=False)
             if file_format is None or not _is_data(head, file, rules):
-                doubtful = _cut_ranges(file, "jsonl", part_bytes) if file_format == "jsonl" and head.is_object() else []
-                return Cut([], skipped=True, doubtful=tuple(doubtful)) if doubtful else _unknown(file, rules)
+                return _unknown(file, rules, head)
             if rules.keys and (refusal := _refused(file, file_format, rules)):
                 return refusal
             if file_format == "parquet" or (file_format == "arrow" and head.data.startswith(b"ARROW1")):
@@ -320,6 +317,8 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if delimiter and (problem := header_problem(head.data, rules, delimiter)):
                 return Cut([_whole(file, 0)], _column_problem(file, TextRows(rules), problem))
             return Cut([_whole(file)])
+    except StoreLostError as error:
+        return Cut([], f"corpus.paths: a file cannot be read: {error}")
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
@@ -351,10 +350,10 @@ def _lost(file: Input, why: str) -> Cut:
     return Cut([make_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
 
 
-def _unknown(file: Input, rules: Rules) -> Cut:
+def _unknown(file: Input, rules: Rules, head: Head) -> Cut:
     """The problem of an explicitly named file of unknown format; a file met by a search is skipped."""
     if file.searched:
-        return Cut([], skipped=True)
+        return Cut([], skipped=True, doubtful=head.suffix == JSON_SUFFIX and head.is_object())
     problem = missing_extra("documents", f"corpus.paths: {file.path!r}")
     if rules.blobs:
         endings = " ".join(rules.suffixes)
@@ -391,7 +390,7 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     nested = is_tar(head.data) or compression_of(head.data) is not None
     if is_expected or nested or (head.format(rules, inside=False) is not None and _is_data(head, file, rules)):
         return whole
-    return Cut([], skipped=True, doubtful=tuple(whole.parts)) if head.is_object() else _unknown(file, rules)
+    return _unknown(file, rules, head)
 
 
 def _is_data(head: Head, file: Input, rules: Rules) -> bool:

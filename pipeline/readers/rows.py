@@ -33,7 +33,6 @@ MISSING_KEY = "missing_key"
 _DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
 _MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
 _FIELD_ROWS = 32
-_SHOWN_CHARACTERS = 300
 # Types of text, with the type that has the same bytes and does not promise UTF-8.
 _TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 
@@ -191,13 +190,9 @@ class FieldRows:
 
 def missing_key(keys: Keys, columns: Any) -> str:
     """The message on a row without one of the keys, or with two columns of that name."""
-    names = list(columns)
+    names = sorted(map(str, columns))
     setting, name = next(((s, n) for s, n in keys.items() if names.count(n) != 1), ("", ""))
-    what = "more than one" if name in names else "no"
-    message = f"{what} key {name!r}; found {sorted(map(str, names))}; set {setting} to one of them"
-    if len(message) > _SHOWN_CHARACTERS:
-        message = f"{what} key {name!r}; set {setting} to one of {sorted(map(str, names))}"[:_SHOWN_CHARACTERS]
-    return message
+    return f"{missing((name,), names, 'key') or f'more than one key {name!r}'}; set {setting} to a key of the file"
 
 
 def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_lines) -> Records:

@@ -256,33 +256,28 @@ class StoreLostError(Exception):
     """A store that no longer answers or refuses. It is no OSError, which readers count as a failure of the file."""
 
 
-def open_input(path: str, count: bool = True) -> BinaryIO:
-    """A file for reading, with `seek`.
-
-    Args:
-        path: path or address.
-        count: false raises `StoreLostError` for errors of a store, except that of a file that it does not have.
+def open_input(path: str) -> BinaryIO:
+    """A file at a path or an address for reading, with `seek`.
 
     Raises:
-        OSError: the file is missing, or the storage does not answer or refuses.
+        OSError: the file is missing, or cannot be read here.
+        StoreLostError: the store does not answer or refuses, now or at a later read.
     """
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
-    with _store(path, count):
+    with _store(path):
         files, name, _ = filesystem(path)
-        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path, count))
+        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path))
 
 
 @contextmanager
-def _store(path: str, count: bool) -> Iterator[None]:
+def _store(path: str) -> Iterator[None]:
     try:
         with network_errors():
             yield
     except FileNotFoundError:
         raise
     except OSError as error:
-        if count:
-            raise
         raise StoreLostError(f"{redact(path)}: {explained(error)}") from error
 
 
@@ -311,10 +306,10 @@ def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> Byt
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file that raises OSError for all errors of the library behind it."""
+    """A remote file that raises StoreLostError for all errors of the library behind it."""
 
-    def __init__(self, file: Any, path: str, count: bool) -> None:
-        self._file, self._path, self._count = file, path, count
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._path = file, path
 
     def readable(self) -> bool:
         return True
@@ -323,11 +318,11 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        with _store(self._path, self._count):
+        with _store(self._path):
             return bytes(self._file.read(num_bytes))
 
     def seek(self, position: int, whence: int = 0) -> int:
-        with _store(self._path, self._count):
+        with _store(self._path):
             self._file.seek(position, whence)
             return int(self._file.tell())
 

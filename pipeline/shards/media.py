@@ -1,10 +1,10 @@
 """Rows of images and audio in shards: their columns, their values, and checks of what the columns say."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ _HEADER_BYTES = 24  # bytes of a PNG up to and with the width and the height
 MAX_PIXELS = 89_478_485
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(msgspec.Struct, frozen=True, tag=True):
     """A stored image.
 
     Attributes:
@@ -44,8 +43,7 @@ class Image:
         return len(self.png)
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(msgspec.Struct, frozen=True, tag=True):
     """A stored clip.
 
     Attributes:

@@ -25,8 +25,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main as prepare_main
 from declutr.pipeline.prepare import problems
 from declutr.pipeline.readers.corpus import HubCorpus
-from declutr.pipeline.readers.hub import hub_inputs
-from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 from declutr.trainer.train import main as train_main

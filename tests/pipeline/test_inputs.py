@@ -171,7 +171,7 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
     assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]
     assert [[text for _, text in answer] for answer in answers[1:5]] == [["t"], ["english"], ["deutsch"], ["converted"]]
     assert answers.pop() == ["no_gold_label", [["a", "x", "z"], [-1, 0, 2]], [["b", "y"], [-1, 1]]], "by premise"
-    wrong = ["fr", "dev", "owner/nothing", "v9", "body", "corpus.revision", "['hypothesis', 'label', 'premise']"]
+    wrong = ["fr", "dev", "owner/nothing", "v9", "body", "corpus.revision", "hypothesis, label, premise"]
     for word, problems in zip(wrong, answers[5:], strict=True):
         assert isinstance(problems[0], str)
         assert word in " ".join(problems) or word == "v9"
