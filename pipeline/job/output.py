@@ -49,6 +49,7 @@ from declutr.pipeline.tokenizer.tokenization import (
 )
 
 HEARTBEATS = "heartbeats"
+PROGRESS = "progress.jsonl"
 Stage = Literal["prepare", "select"]
 _COMPARISONS = 4  # units whose inputs are compared at a time
 _SAMPLED_UNITS = 256
@@ -251,7 +252,7 @@ class Output:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PLAN, INDEX, DUPLICATES):
+        for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
 from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.job.output import HEARTBEATS, Preparation, Stage, output_engine
+from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage, output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import BEAT_SECONDS, most_frequent_labels, write_selected, write_unit
@@ -165,11 +166,13 @@ def _stopped(stage: str, output: str, problem: object) -> ShardError:
 
 
 class Progress(Watcher):
-    """A bar of input bytes, documents and kept documents of finished units and of those in work, every two seconds.
+    """Input bytes, documents and kept documents of finished units and of those in work, every two seconds.
+
+    A bar shows them to users; programs read lines of `progress.jsonl`.
 
     Args:
         folder: output folder.
-        stage: name of the stage.
+        stage: name of the stage, for the bar and the lines.
         total_bytes: input bytes of all units.
         done: sidecars of units that were finished before this run.
         rows: noun of the rows.
@@ -177,7 +180,7 @@ class Progress(Watcher):
 
     def __init__(self, folder: Path, stage: Stage, total_bytes: int, done: list[Sidecar], rows: str) -> None:
         super().__init__(BEAT_SECONDS, "declutr-progress")
-        self._folder, self._rows, self._lock = folder, rows, threading.Lock()
+        self._folder, self._stage, self._rows, self._lock = folder, stage, rows, threading.Lock()
         self._finished, self._numbers = set[str](), [0, 0, 0]
         self._bar = bar(
             total=total_bytes,
@@ -188,6 +191,7 @@ class Progress(Watcher):
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
+        self._started, self._before = time.monotonic(), self._bar.n
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
         (folder / HEARTBEATS).mkdir()
         for sidecar in done:
@@ -215,6 +219,19 @@ class Progress(Watcher):
             num_bytes, documents, kept = now
             self._bar.set_postfix_str(f"{documents:,} {self._rows}, {kept / max(1, documents):.0%} kept", refresh=False)
             self._bar.update(num_bytes - self._bar.n)
+            seconds = time.monotonic() - self._started
+            rate = (num_bytes - self._before) / seconds
+            line = {
+                "stage": self._stage,
+                "seconds": round(seconds, 3),
+                "documents": documents,
+                "kept": kept,
+                "input_bytes": num_bytes,
+                "total_input_bytes": self._bar.total,
+                "eta_seconds": round((self._bar.total - num_bytes) / rate, 1) if rate > 0 else None,
+            }
+            with contextlib.suppress(OSError), (self._folder / PROGRESS).open("a") as file:  # it serves only messages
+                file.write(f"{json.dumps(line)}\n")
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

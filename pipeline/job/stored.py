@@ -34,7 +34,7 @@ from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.output import Output, PreparePlan, Stage
+from declutr.pipeline.job.output import PROGRESS, Output, PreparePlan, Stage
 from declutr.pipeline.job.units import UNITS, Unit, load_sidecar, matching_sidecar, sidecar_path, write_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.ledger import LedgerFile
@@ -42,7 +42,7 @@ from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Shard, Sidecar
 
 _SENT = "sent"
 _SHARED = f"{_SENT}/shared/files.json"  # the list of the tokenizer and of the index of evaluation sets
-_SINGLE = (PLAN, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
+_SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
 _HELD, _COPIES, _TASKS = ".held", "copies", "tasks"
 _SWEEP_SECONDS = 30.0
 

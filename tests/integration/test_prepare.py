@@ -98,6 +98,9 @@ def test_every_document_is_accounted_for(prepared):
     assert 0.1 < totals["kept_held_out"] / totals["kept"] < 0.3
     (question,) = [entry for entry in entries if entry.status in ("train", "held-out") and entry.detail]
     assert "questions.txt" in question.detail
+    progress = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    assert progress[-1]["documents"] == 60
+    assert progress[-1]["input_bytes"] == progress[-1]["total_input_bytes"]
 
 
 def test_the_same_command_again_prints_one_line_and_changes_nothing(prepared, capsys):

@@ -41,8 +41,9 @@ def config_of(corpus, output, **changes):
 
 
 def checksums(folder):
-    """Checksums of all files below a folder."""
-    return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
+    """Checksums of all files below a folder, except for the log of how long it took."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
 
 
 def prepare_here(config, folder, tokenizer):
