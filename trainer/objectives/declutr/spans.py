@@ -221,12 +221,13 @@ def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) 
     """
     chosen = np.zeros(uniform.shape, np.int64)
     for document, (row, anchor_count) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
-        starts = windows[offsets[document] : offsets[document + 1]].tolist()
+        starts = windows[offsets[document] : offsets[document + 1]]
         for anchor, u in enumerate(row[:anchor_count]):
             left, remaining = len(starts), anchor_count - anchor
             index = (0 if u < 0.5 else left - 1) if left // remaining < remaining else int(u * left)
             chosen[document, anchor] = starts[index]
-            del starts[max(0, index - 1) : index + 2]
+            if remaining > 1:  # by pieces of an array: a document can have 100,000 windows
+                starts = np.concatenate((starts[: max(0, index - 1)], starts[index + 2 :]))
     return chosen
 
 
