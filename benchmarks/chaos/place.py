@@ -105,7 +105,7 @@ class Nodes:
         address: address of the cluster.
     """
 
-    def __init__(self, census: Census) -> None:
+    def __init__(self, census: Census, number: int) -> None:
         from ray.cluster_utils import Cluster
 
         self.census = census
@@ -115,6 +115,7 @@ class Nodes:
         )
         self.address = str(self._cluster.address)
         self.nodes: list[Any] = []
+        self.add(number)
 
     def add(self, number: int = 1) -> None:
         """Start nodes in parallel; return when all have joined."""
