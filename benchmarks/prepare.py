@@ -17,8 +17,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +29,6 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
-import yaml
 from tokenizers import Tokenizer
 
 from benchmarks import record
@@ -47,7 +44,7 @@ from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineNam
 from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
-_PROGRAMS = ("warm", "cold", "datasets", "our_engine", "tiktoken")
+_PROGRAMS = ("warm", "datasets", "limit")
 _DEMO_FILES = 8
 _DEMO_VOCABULARY = 16_384
 _BATCH = 256
@@ -82,7 +79,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "min_tokens": 4 * options.max_tokens,
     }
     engine, reason = choose_engine(Path(tokenizer), "auto")
-    settings |= {"stock": False, "engine": engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
+    settings |= {"engine": engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
     with FolderSize(work / "warm-up") as disk:
         manifest = time_prepare(options, settings, disk.folder)[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / record.MIB
@@ -93,10 +90,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         with WorkerMemory() as memory:
             rates["warm"].append(mib / time_prepare(options, settings, where / "warm")[0])
         peaks.append(memory.peak_mib)
-        rates["cold"].append(mib / command(options, settings, where / "cold"))
-        rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
-        if engine == "tiktoken":
-            rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
+        rates["limit"].append(mib / engine_alone(settings, where / "limit"))
         if find_spec("datasets"):
             result = at_once(datasets, [settings], where / "datasets")[0]
             if (result["documents"], result["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
@@ -114,18 +108,11 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "engine_reason": reason,
         "mib_per_s": _median(rates["warm"]),
         "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
-        "share_of_limit": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"])["median"],
+        "share_of_limit": _ratio(rates["warm"], rates["limit"])["median"],
         "disk_mib": {"shards": disk.mib(), "peak": disk.peak_mib},
         "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
-        "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
-        "share_of_our_engine_rounds": _ratio(rates["warm"], rates["our_engine"]),
-        "with_ray_start": {
-            "mib_per_s": _median(rates["cold"]),
-            "ratio_vs_datasets": _ratio(rates["cold"], rates["datasets"]),
-            "share_of_limit": _ratio(rates["cold"], rates["tiktoken"] or rates["our_engine"]),
-            "start_seconds": _median([mib / c - mib / w for c, w in zip(rates["cold"], rates["warm"], strict=True)]),
-        },
+        "share_of_limit_rounds": _ratio(rates["warm"], rates["limit"]),
         "rates_mib_per_s": {name: [round(rate, 2) for rate in values] for name, values in rates.items()},
     }
 
@@ -181,17 +168,6 @@ def time_prepare(options: argparse.Namespace, settings: dict[str, Any], output: 
     return time.perf_counter() - begun, manifest
 
 
-def command(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> float:
-    """Time the command, including the start of Python and Ray."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    config = output.parent / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": _config(options, settings, output)}), encoding="utf-8")
-    begun = time.perf_counter()
-    line = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
-    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begun
-
-
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
     """Time the engine alone, in as many processes, on texts in memory."""
     shares = [settings | {"share": share} for share in range(settings["workers"])]
@@ -244,15 +220,14 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
 def limit(settings: dict[str, Any]) -> dict[str, Any]:
     """Run the tokenizing engine alone on this process's share of the texts, which are in memory.
 
-    The engine is ours, which chooses its pattern by the text. With `stock` it is tiktoken with GPT-2's pattern in
-    typical use.
+    It is tiktoken with GPT-2's pattern in typical use, where ours is a tiktoken that chooses its pattern by the text.
     """
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
     engine: EngineName = settings["engine"]
     encoder = BatchTokenizer.load(Path(settings["tokenizer"]), engine)
     encode: Callable[[list[str]], Any] = encoder.encode
-    if settings["stock"]:
+    if engine == "tiktoken":
         plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))
         encode = plain.engine(_GPT2_PATTERN).encode_ordinary_batch
         encode = partial(encode, num_threads=1)
