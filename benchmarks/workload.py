@@ -229,14 +229,20 @@ class Workload:
         model.set_attn_implementation("sdpa")  # no slower than it can be: a fair baseline
         return model.train().to(self.device)
 
-    def train_step(self, encoder: Encoder, microbatch_tokens: int | None = None, late: bool = False) -> TrainStep:
-        """Build a train step of one worker with the trainer's default optimizer."""
+    def train_step(
+        self,
+        encoder: Encoder,
+        microbatch_tokens: int | None = None,
+        comm: Communicator | None = None,
+        late: bool = False,
+    ) -> TrainStep:
+        """Build a train step with the trainer's default optimizer, for one worker by default."""
         optim = OptimConfig()
         loss = self.loss(encoder.embedding_size)
         task = TrainTask(
             encoder=encoder,
             objective=loss,
-            comm=Communicator(),
+            comm=comm or Communicator(),
             seed=self.seed,
             microbatch=Microbatch(microbatch_tokens),
             autocast=self.autocast,
