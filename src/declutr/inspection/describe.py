@@ -16,11 +16,11 @@ from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
-from declutr.pipeline.job.outcome import lost_hint, unknown_hint
+from declutr.pipeline.job.outcome import summary, unknown_hint
 from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.lookup import entries_at, find_entries
-from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
@@ -156,22 +156,14 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
 
 def _shards(path: Path, num_documents: int) -> Iterator[str]:
     manifest = load_manifest(path)
-    totals = manifest.totals
-    yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
-    yield f"  {totals['read']:,} {manifest.noun} read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
-        f"{totals['failed']:,} failed"
-    )
-    for kind, reasons in (("dropped", manifest.dropped), ("failed", manifest.failed)):
-        for reason, number in reasons.items():
-            yield f"  {kind}: {number:,} {reason}"
-    for failure in manifest.failures[:5]:
-        yield f"    {failure}"
-    yield from (f"  {hint}" for hint in (lost_hint(manifest), unknown_hint(manifest)) if hint)
-    yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
-    longest = f"{totals['longest_tokens']:,} in the longest {manifest.noun.removesuffix('s')}"
-    yield f"  {totals['num_tokens']:,} {size_noun(manifest.content.kind)} kept, {longest}"
-    geometry, tokenizer, kind = manifest.geometry, manifest.tokenizer, manifest.content.kind
-    yield f"  {_room(geometry, manifest.short_documents) if kind == 'documents' else _texts(manifest)}"
+    kind, tokenizer = manifest.content.kind, manifest.tokenizer
+    yield f"Shards, rows of {kind}, schema version {manifest.schema_version}: {summary(manifest, str(path))}"
+    yield from (f"    {failure}" for failure in manifest.failures[:5])
+    if hint := unknown_hint(manifest):
+        yield f"  {hint}"
+    longest = f"{manifest.totals['longest_tokens']:,} {size_noun(kind)}"
+    room = _room(manifest.geometry, manifest.short_documents) if kind == "documents" else ""
+    yield f"  {longest} in the longest {manifest.noun.removesuffix('s')}{room}"
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
         yield f"  tokenizer: {made_by}"
@@ -185,21 +177,12 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     yield from row_lines(shards, rows)
 
 
-def _texts(manifest: Manifest) -> str:
-    """Describe rows of short texts, images or clips."""
-    if manifest.tokenizer is None:
-        notes = ", ".join(f"{number:,} {note}" for note, number in manifest.notes.items())
-        return f"rows of {manifest.content.kind}, {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
-    hypotheses = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
-    return f"rows of {manifest.content.kind}" + (f", hypotheses: {hypotheses}" if hypotheses else "")
-
-
 def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
     """Describe the windows and anchors of the documents."""
     shorter = f", {geometry.min_tokens} or more in short documents" if short_documents == "shrink_spans" else ""
     where = {"fewer_anchors": "a document, fewer in short ones", "shrink_spans": "each"}
     anchors = f"room for {geometry.num_anchors} anchors in {where.get(short_documents, 'every document')}"
-    return f"windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
+    return f"; windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
 
 
 @dataclass(frozen=True)
