@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
+from folders import static_folder
 from messages import all_of, says
 
 from declutr.cli.main import main
@@ -132,8 +133,8 @@ def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, c
 
 
 def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
-    (tmp_path / "v.txt").write_text("cat 1 0\ndog 0 1\n")
-    output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(tmp_path / "v.txt"))
+    model = static_folder(tmp_path / "words", {"cat": [1, 0], "dog": [0, 1]})
+    output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(model))
     folder = str(tmp_path / "index")
     assert main(["index", str(output), "--output", folder, "--hybrid"]) == 0
     capsys.readouterr()
@@ -369,12 +370,12 @@ def test_a_query_without_a_known_word_is_near_to_nothing(index, capsys):
 
 
 def test_an_encoder_that_gives_no_numbers_is_named(tmp_path, capsys):
-    (tmp_path / "v.txt").write_text("cat nan 1\ndog 1e6 1\n")
+    model = static_folder(tmp_path / "words", {"cat": [np.nan, 1], "dog": [1e6, 1]})
     (tmp_path / "in.txt").write_text("cat\n")
     (tmp_path / "half.txt").write_text("dog\n")
     (tmp_path / "both.txt").write_text("dog\ncat\n")
     for texts, dtype, record in (("in.txt", "float32", 0), ("half.txt", "float16", 0), ("both.txt", "int8", 1)):
-        given, output = ["embed", str(tmp_path / "v.txt"), str(tmp_path / texts), "--dtype", dtype], tmp_path / "o.npy"
+        given, output = ["embed", str(model), str(tmp_path / texts), "--dtype", dtype], tmp_path / "o.npy"
         assert main([*given, "--output", str(output)]) == 1
         says(capsys.readouterr().err, f"record {record}", "not finite")
         assert not output.exists()

@@ -105,7 +105,7 @@ def vectors_fingerprint(encoder: SentenceEncoder) -> str:
 
 def precision_of(encoder: SentenceEncoder) -> Precision:
     """Precision of the encoder's matrix products."""
-    precision: Precision = getattr(encoder, "precision", "fp32")  # word vectors and exports have none
+    precision: Precision = getattr(encoder, "precision", "fp32")  # hashed words and exports have none
     return precision
 
 
@@ -133,7 +133,9 @@ def is_adaptation(folder: Path) -> bool:
 
 
 def no_encoder(folder: Path) -> str | None:
-    """The problem of an existing folder without the files of an encoder; None if it has one of them."""
+    """The problem of a file, or of a folder without the files of an encoder; None if it has one of them."""
+    if folder.is_file():
+        return f"{folder} is a file; name a folder (for word vectors that of a StaticEmbedding), or a name at the hub"
     above = folder.absolute().parent
     if (folder / "config.json").is_file():
         with suppress(OSError, ValueError, LookupError, TypeError):  # no modules.json of an encoder is above it

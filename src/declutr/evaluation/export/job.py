@@ -224,7 +224,7 @@ def _write_onnx(
         EncoderError: the encoder is no transformer, or the graph gives other embeddings.
     """
     if not isinstance(encoder, TransformerEncoder):
-        raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX; word vectors have no graph")
+        raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX")
     from declutr.evaluation.export.graph import OPSETS, quantize, write_graph
 
     problems = []
