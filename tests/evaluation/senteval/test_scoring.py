@@ -76,12 +76,6 @@ def test_a_task_scores_as_its_protocol_on_features_made_by_hand(folder, name):
     assert score(data, "procedure", vectors, CONFIG).scores == pytest.approx(expected, abs=1e-6)
 
 
-def test_classifier_learns_what_words_tell(folder):
-    data = load(find("SST2"), folder)
-    longer = CONFIG.model_copy(update={"max_epoch": 40, "tenacity": 5})
-    assert score(data, "procedure", embedded(data), longer).scores["acc"] > 65
-
-
 def test_cosine_takes_the_dev_and_the_test_pairs(folder):
     data = load(find("STSBenchmark"), folder)
     found = score(data, "cosine", embedded(data), CONFIG).scores
@@ -134,19 +128,6 @@ def test_cosines_survive_what_encoders_produce():
     first = np.array([[1.0, 0], [0, 0], [np.nan, 2], [np.inf, 0]], dtype=np.float32)
     second = np.array([[1.0, 1], [1, 1], [5, 1], [1, 0]], dtype=np.float32)
     assert cosines(first, second) == pytest.approx([2**-0.5, 0, 26**-0.5, 0])
-
-
-def test_aggregate_has_three_ways_of_joining_subsets():
-    gold = np.array([1.0, 2, 3, 4])
-    scores = aggregate({"up": (gold / 10, gold), "down": (np.array([0.9, 0.1]), np.array([1.0, 5]))}).scores
-    assert (scores["spearman.up"], scores["spearman.down"]) == pytest.approx((1, -1))
-    assert scores["spearman.mean"] == pytest.approx(0)
-    assert scores["spearman.wmean"] == pytest.approx(1 / 3)
-    together = correlate(np.array([0.1, 0.2, 0.3, 0.4, 0.9, 0.1]), np.array([1.0, 2, 3, 4, 1, 5]))
-    assert (scores["pearson.all"], scores["spearman.all"]) == together
-    assert set(scores) == {
-        f"{kind}.{name}" for kind in ("spearman", "pearson") for name in ("mean", "wmean", "all", "up", "down")
-    }
 
 
 def test_a_collapsed_encoder_gets_zero_and_a_warning_not_nan():
