@@ -67,5 +67,11 @@ def module(kind, path, number=0):
     return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
 
 
+def jsonl(path, rows):
+    """Writes rows as JSON Lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def write(path, value):
     path.write_text(json.dumps(value))
