@@ -107,29 +107,6 @@ def test_a_plain_transformers_folder_is_pooled_by_its_mean(folder, tmp_path):
     close(load_encoder(str(path), "cls").encode(["ab cd"]), hidden[:, 0].detach().numpy())
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "mean\\+max"),
-        ("1_Pooling/config.json", {"pooling_mode_lasttoken": True}, "lasttoken"),
-        ("2_Dense/config.json", {"in_features": 32, "out_features": 12, "activation_function": "os.system"}, "os.sys"),
-        (
-            "modules.json",
-            [
-                {"type": "sentence_transformers.models.Transformer", "path": ""},
-                {"type": "sentence_transformers.models.WordWeights", "path": ""},
-            ],
-            "WordWeights",
-        ),
-    ],
-)
-def test_encoder_that_cannot_be_computed_exactly_is_refused(tmp_path, file, content, message):
-    path = encoder_folder(tmp_path / "odd", after=["Dense"])
-    write(path / file, content)
-    with pytest.raises(EncoderError, match=message):
-        load_encoder(str(path))
-
-
 def test_a_missing_encoder_is_named(tmp_path):
     (tmp_path / "words.vec").write_text("cat 1 2")
     for name in (str(tmp_path), "no/such model", "hashed-words:many", str(tmp_path / "words.vec")):
@@ -277,13 +254,6 @@ def test_tokenizing_ahead_changes_nothing_but_the_batches(bench_folder, bench_te
     object.__setattr__(encoder, "chunk_texts", size)
     assert np.abs(encoder.encode(bench_texts) - whole).max() < 1e-5
     assert encoder.encode([]).shape == (0, 32)
-
-
-def test_an_error_of_tokenizing_ahead_reaches_the_caller(bench_folder, bench_texts):
-    encoder = load_encoder(bench_folder, device="cpu")
-    object.__setattr__(encoder, "chunk_texts", 10)
-    with pytest.raises(TypeError):
-        encoder.encode([*bench_texts[:15], 7, *bench_texts[15:]])
 
 
 def test_packed_linear_layers_serve_inference_alone():

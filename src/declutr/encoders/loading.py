@@ -190,10 +190,7 @@ def _load_exported(
 def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_code: bool) -> SentenceEncoder:
     """Load the encoder of an index, which may come from somebody else: the hub is not asked for a name in it.
 
-    Args:
-        choice: the index's choice.
-        model: the user's name of the encoder, which replaces the index's; None: the index's.
-        trust_remote_code: as for `load_encoder`.
+    `model` is the user's name of the encoder, which replaces the index's.
 
     Raises:
         EncoderError: the encoder cannot be loaded.

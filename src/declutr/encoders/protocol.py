@@ -153,13 +153,7 @@ def no_encoder(folder: Path) -> str | None:
 
 
 def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
-    """Compares a tokenizer with the table of embeddings that its ids are looked up in.
-
-    Args:
-        name: of the encoder.
-        vocabulary: ids by token, added ones included.
-        rows: of the table.
-        special: added tokens and those that stand for no text.
+    """Compares ids by token, those of special ones included, with the rows of the table that they are looked up in.
 
     Raises:
         EncoderError: an id is beyond the table, or there are special tokens alone.
@@ -237,9 +231,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
     """The smaller sizes at which an encoder is scored, ascending.
 
-    Args:
-        encoder: the encoder.
-        sizes: the user's sizes; None: those that `matryoshka_dimensions` of its config.json declares, if any.
+    `sizes` are the user's; None: those that `matryoshka_dimensions` of its config.json declares, if any.
 
     Raises:
         EncoderError: an embedding is not larger than a wanted size, or the declaration is no list of sizes.
