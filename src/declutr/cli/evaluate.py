@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -102,7 +102,7 @@ def _parser() -> Parser:
         "evaluate", "Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data."
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
-                        "model name or folder, word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
+                        "model name or folder, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
@@ -129,9 +129,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _load(
-    name: str, options: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
-) -> "SentenceEncoder":
+def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
     """Load an encoder as the options say.
 
     Raises:
@@ -143,25 +141,21 @@ def _load(
         name,
         options.pooling,
         device=options.device,
-        vocabulary=vocabulary,
-        tokenized=tokenized,
         trust_remote_code=options.trust_remote_code,
         precision=options.precision,
     )
     if options.pooling and not hasattr(encoder, "encoder"):
-        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on word vectors; remove it")
+        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on it; remove it")
     return encoder
 
 
-def _score_each(
-    options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None], **loading: Any
-) -> list[str]:
+def _score_each(options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None]) -> list[str]:
     """Load each encoder and score it; return the names of those that could not be, each reported on stderr."""
     failed = []
     names = dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])])
     for name in names:
         try:
-            score(name, _load(name, options, **loading))
+            score(name, _load(name, options))
         except (EncoderError, DataError) as error:
             failed.append(name)
             sys.stderr.write(f"not scored: {error}\n")
@@ -285,7 +279,6 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
     from declutr.common.lock import RunLock
     from declutr.encoders.protocol import sizes_of, with_cuts
     from declutr.evaluation.senteval.harness import evaluate
-    from declutr.evaluation.senteval.tasks import sentence_rows
     from declutr.evaluation.tables import write_tables
     from declutr.report.page import write_scores_page
 
@@ -293,11 +286,7 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
         return False
     session = SessionConfig(num_cpus=options.cpus, address=options.address)
-    evaluated, table, vocabulary = list["Evaluated"](), "", None
-    if any(Path(name).is_file() for name in [*options.encoders, options.pretrained or ""]):
-        # read only the needed words of a file of word vectors
-        texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
-        vocabulary = {word for text in texts for word in text.split()}
+    evaluated, table = list["Evaluated"](), ""
     options.output.mkdir(parents=True, exist_ok=True)
     page = options.output / "scores.html"
     lack = missing_extra("report", f"{page} is not written")
@@ -319,7 +308,7 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
 
     # another call would remove embeddings that this one reads, and replace its tables
     with RunLock(options.output, lambda: _say(f"{options.output}: another command has taken over")):
-        failed = _score_each(options, score, vocabulary=vocabulary, tokenized=True)
+        failed = _score_each(options, score)
     if evaluated:
         compared = f"{page} compares with published numbers; also: scores.md, scores.json"
         if lack is not None:

@@ -326,30 +326,18 @@ SHARE = b"share of the variance"
 _LEAST_SHARE = 1e-12  # of the largest eigenvalue
 
 
-@dataclass(frozen=True)
-class Plane:
-    """The plane in which embeddings differ most: their first two principal components (Pearson, 1901).
+def fit_plane(vectors: NDArray[np.float32]) -> tuple[F64, F64, float]:
+    """The plane in which vectors `(n, size)` differ most: their first two principal components (Pearson, 1901).
 
     With mean m and covariance C = 1/n sum_i (x_i - m)(x_i - m)^T, a vector x of length 1 is placed at
     (u_1, u_2)^T (x - m), where u_1 and u_2 are the eigenvectors of C with the largest eigenvalues. Unlike the places of
     UMAP or t-SNE, these depend on no random start, and each follows from its vector alone, so that batches are placed
     one after the other.
+
+    Returns:
+        The mean `(size,)`; the axes `(size, 2)`, the second null if the vectors lie on a line; and the share of the
+        variance within the plane, 1 if there is none.
     """
-
-    mean: NDArray[np.float64]
-    """`(size,)`."""
-    axes: NDArray[np.float64]
-    """`(size, 2)`, of length 1; the second is null if the embeddings lie on a line."""
-    share: float
-    """Share of the variance within the plane, in [0, 1]; 1 if there is no variance."""
-
-    def place(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Coordinates `(n, 2)` of vectors `(n, size)`."""
-        return ((vectors - self.mean) @ self.axes).astype(np.float32)
-
-
-def fit_plane(vectors: NDArray[np.float32]) -> Plane:
-    """Fit the plane of vectors `(n, size)`, n and size at least 1. Their order affects rounding only."""
     mean = vectors.mean(axis=0, dtype=np.float64)
     _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)
     variances, axes = singular**2, np.zeros((vectors.shape[1], 2))
@@ -358,7 +346,7 @@ def fit_plane(vectors: NDArray[np.float32]) -> Plane:
     # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
     axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
     total = float(variances.sum())
-    return Plane(mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0)
+    return mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0
 
 
 def sample_rows(num_rows: int) -> NDArray[np.int64]:
@@ -372,28 +360,23 @@ def sample_rows(num_rows: int) -> NDArray[np.int64]:
 def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
     """Write the map of a file of at least one embedding for Embedding Atlas, a batch at a time.
 
-    Columns: text, id, source, vector (as in the file of embeddings, of its type), x, y (float32).
-
-    Args:
-        path: file to write.
-        texts: `texts.arrow` of the index, with a row for each embedding.
-        embeddings: file of `declutr embed`.
-        note: its note.
+    Columns: text, id, source, vector (as in the file of embeddings, of its type), x, y (float32). `texts` is the file
+    of the index, with a row for each embedding.
     """
     rows, parts, start = sample_rows(note.rows), [], 0
     for chunk in unit_vectors(embeddings, note):  # a batch of Parquet may be shorter than the others: rows are counted
         parts.append(chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start])
         start += len(chunk)
-    plane = fit_plane(np.concatenate(parts))
+    mean, axes, share_of_plane = fit_plane(np.concatenate(parts))
     with pa.memory_map(str(texts)) as source:
         table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
         vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
         fields = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
-        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(plane.share, 6))})
+        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(share_of_plane, 6))})
         start = 0
         with pq.ParquetWriter(path, schema) as writer:
             for chunk in finite_vectors(embeddings, note):
-                x, y = plane.place(unit_rows(chunk.astype(np.float32))).T
+                x, y = ((unit_rows(chunk.astype(np.float32)) - mean) @ axes).astype(np.float32).T
                 vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(chunk)), note.size)
                 columns = table.slice(start, len(chunk)).select(["text", "id", "source"]).columns
                 writer.write_table(pa.Table.from_arrays([*columns, vectors, pa.array(x), pa.array(y)], schema=schema))

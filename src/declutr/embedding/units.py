@@ -248,9 +248,7 @@ def embed_unit(
         identity=identity,
         read=read,
         written=written,
-        texts_cut=int(counts[0]),
-        tokens=int(counts[1]),
-        tokens_read=int(counts[2]),
+        **dict(zip(Coverage.model_fields, counts.tolist(), strict=True)),
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )

@@ -1,7 +1,6 @@
 """Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
 import re
-from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
@@ -31,7 +30,7 @@ from declutr.encoders.protocol import (
     no_encoder,
 )
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
+from declutr.encoders.words import HashedWords
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
 from declutr.trainer.model.behind import kind_of
@@ -51,8 +50,6 @@ def load_encoder(
     *,
     max_tokens: int | None = None,
     long_texts: LongTexts = "cut",
-    vocabulary: Collection[str] | None = None,
-    tokenized: bool = False,
     trust_remote_code: bool = False,
     precision: AnyPrecision = "auto",
 ) -> SentenceEncoder:
@@ -60,16 +57,13 @@ def load_encoder(
 
     Args:
         name: an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or
-            name of transformers or sentence-transformers; a file of word vectors (.vec, .txt, also .gz);
-            a folder of `declutr export`;
-            `hashed-words:SIZE`; `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and
-            `untrained@SEED:NAME` draw with another seed.
+            name of transformers or sentence-transformers; a folder of `declutr export`; `hashed-words:SIZE`;
+            `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and `untrained@SEED:NAME`
+            draw with another seed.
         pooling: None: the encoder's own, else mean.
         device: None: a GPU if there is one.
         max_tokens: maximum tokens of one input; None, or more than the encoder's limit: that limit.
         long_texts: cut longer inputs, or read them in windows.
-        vocabulary: words of a file of word vectors to hold in memory; None: all.
-        tokenized: texts for word vectors are words separated by spaces, as in SentEval's data (`WordVectors`).
         trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
         precision: of the transformer's matrix products. auto: bf16 on a GPU that has it, else fp32.
 
@@ -91,8 +85,6 @@ def load_encoder(
                 raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
             return HashedWords(int(rest), seed)
         loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
-    elif path.is_file() or name.endswith(SUFFIXES):
-        return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif (path / CHECKPOINTS).is_dir() or ((path / STATE).is_file() and not is_adaptation(path)):
@@ -198,10 +190,7 @@ def _load_exported(
 def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_code: bool) -> SentenceEncoder:
     """Load the encoder of an index, which may come from somebody else: the hub is not asked for a name in it.
 
-    Args:
-        choice: the index's choice.
-        model: the user's name of the encoder, which replaces the index's; None: the index's.
-        trust_remote_code: as for `load_encoder`.
+    `model` is the user's name of the encoder, which replaces the index's.
 
     Raises:
         EncoderError: the encoder cannot be loaded.

@@ -105,7 +105,7 @@ def vectors_fingerprint(encoder: SentenceEncoder) -> str:
 
 def precision_of(encoder: SentenceEncoder) -> Precision:
     """Precision of the encoder's matrix products."""
-    precision: Precision = getattr(encoder, "precision", "fp32")  # word vectors and exports have none
+    precision: Precision = getattr(encoder, "precision", "fp32")  # hashed words and exports have none
     return precision
 
 
@@ -133,7 +133,9 @@ def is_adaptation(folder: Path) -> bool:
 
 
 def no_encoder(folder: Path) -> str | None:
-    """The problem of an existing folder without the files of an encoder; None if it has one of them."""
+    """The problem of a file, or of a folder without the files of an encoder; None if it has one of them."""
+    if folder.is_file():
+        return f"{folder} is a file; name a folder (for word vectors that of a StaticEmbedding), or a name at the hub"
     above = folder.absolute().parent
     if (folder / "config.json").is_file():
         with suppress(OSError, ValueError, LookupError, TypeError):  # no modules.json of an encoder is above it
@@ -151,13 +153,7 @@ def no_encoder(folder: Path) -> str | None:
 
 
 def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
-    """Compares a tokenizer with the table of embeddings that its ids are looked up in.
-
-    Args:
-        name: of the encoder.
-        vocabulary: ids by token, added ones included.
-        rows: of the table.
-        special: added tokens and those that stand for no text.
+    """Compares ids by token, those of special ones included, with the rows of the table that they are looked up in.
 
     Raises:
         EncoderError: an id is beyond the table, or there are special tokens alone.
@@ -235,9 +231,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
     """The smaller sizes at which an encoder is scored, ascending.
 
-    Args:
-        encoder: the encoder.
-        sizes: the user's sizes; None: those that `matryoshka_dimensions` of its config.json declares, if any.
+    `sizes` are the user's; None: those that `matryoshka_dimensions` of its config.json declares, if any.
 
     Raises:
         EncoderError: an embedding is not larger than a wanted size, or the declaration is no list of sizes.

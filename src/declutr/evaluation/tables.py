@@ -12,7 +12,7 @@ under the name of its way.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -114,9 +114,15 @@ class _Model:
 
     label: str
     source: str
+    pretrained: str
     results: Mapping[Protocol, Mapping[str, Scores]]
     marked: frozenset[str]
     geometry: Scores = field(default_factory=dict)
+
+    def cells(self, columns: Sequence[str], value: "Value", average: "Mean | None") -> list[Cell]:
+        """Numbers of the columns, and behind them the average of a complete row, marked if one of its numbers is."""
+        cells = [Cell(value(self, column), self.is_marked(column)) for column in columns]
+        return cells if average is None else [*cells, _mean_cell(cells, average)]
 
     def scores(self, task: str, protocol: Protocol | None = None) -> Scores:
         """Scores of a task under a protocol; None accepts any, for tasks that both score alike."""
@@ -133,6 +139,7 @@ class _Model:
 
 
 Value = Callable[[_Model, str], float | None]
+Mean = Callable[[list[float]], float]
 
 
 def _correlation(key: str, protocol: Protocol | None = None) -> Value:
@@ -161,6 +168,12 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def _mean_cell(cells: Sequence[Cell], average: Mean = _mean) -> Cell:
+    values = [cell.value for cell in cells if cell.value is not None]
+    whole = len(values) == len(cells)  # means of different columns would be compared
+    return Cell(average(values) if whole else None, any(cell.marked for cell in cells))
+
+
 def _rounded_mean(values: list[float]) -> float:
     """Mean of values rounded to two decimals."""
     return _mean([float(f"{value:.2f}") for value in values])  # as SimCSE's script computes its tables
@@ -180,7 +193,7 @@ _GEOMETRY = ("alignment", "uniformity")
 _HEADS = _AVERAGES | dict(zip(STSB_MULTI, LANGUAGES, strict=True)) | {name: name for name in _GEOMETRY}
 """Heads of columns that are not a task's label."""
 
-_BLOCKS: tuple[tuple[str, str, str, Sequence[str], Value, Callable[[list[float]], float] | None], ...] = (
+_BLOCKS: tuple[tuple[str, str, str, Sequence[str], Value, Mean | None], ...] = (
     ("sts-mean", "STS, mean", "STS12-16, mean of the subsets (DeCLUTR's way)",
      _YEARS, _correlation("spearman.mean"), _mean),
     ("sts-wmean", "STS, wmean", "STS12-16, mean of the subsets weighted by pairs (SCL's way)",
@@ -207,16 +220,21 @@ _BLOCKS: tuple[tuple[str, str, str, Sequence[str], Value, Callable[[list[float]]
 """Name, short name and title of each block, its columns, their values, and the average of complete rows."""
 
 
+_COMPARED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing", "mean")
+"""Columns in order of preference for the difference; the first is the papers' Avg."""
+
+
 def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] = ()) -> tuple[Block, ...]:
     """Build the blocks that have at least one number of an encoder scored here.
 
-    The average of complete rows comes last, marked if one of its numbers is. Columns without a number of an encoder
-    scored here are removed, and then rows without numbers.
+    The average of complete rows comes last. Columns without a number of an encoder scored here are removed, and then
+    rows without numbers. A column of differences to the pretrained row of the same source is added if one has a number.
     """
     models = [
         _Model(
             scored.encoder,
             "",
+            scored.pretrained,
             {name: {task: result.scores for task, result in of.results.items()} for name, of in scored.reports.items()},
             frozenset(task for of in scored.reports.values() for task, row in of.results.items() if not row.comparable),
             scored.geometry,
@@ -224,28 +242,40 @@ def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] 
         for scored in evaluated
     ]
     models += [
-        _Model(model.model, model.source, {model.protocol: model.results()}, frozenset(model.doubted))
+        _Model(model.model, model.source, model.pretrained, {model.protocol: model.results()}, frozenset(model.doubted))
         for model in published
     ]
     blocks = []
     for name, short, title, columns, value, average in _BLOCKS:
         heads = [_HEADS.get(column) or find(column).label for column in columns] + ["mean"] * (average is not None)
-        rows = []
-        for model in models:
-            cells = [Cell(value(model, column), model.is_marked(column)) for column in columns]
-            if average is not None:
-                values = [cell.value for cell in cells if cell.value is not None]
-                whole = average(values) if len(values) == len(columns) else None
-                cells.append(Cell(whole, any(cell.marked for cell in cells)))
-            rows.append(ModelRow(model.label, model.source, tuple(cells)))
-        here = [row for row in rows if not row.source]
-        places = [place for place in range(len(heads)) if any(row.cells[place].value is not None for row in here)]
-        rows = [replace(row, cells=tuple(row.cells[place] for place in places)) for row in rows]
-        filled = tuple(row for row in rows if any(cell.value is not None for cell in row.cells))
+        rows = {(model.label, model.source): model.cells(columns, value, average) for model in models}
+        here = [cells for (_, source), cells in rows.items() if not source]
+        places = [place for place in range(len(heads)) if any(cells[place].value is not None for cells in here)]
+        heads = [heads[place] for place in places]
+        rows = {key: [cells[place] for place in places] for key, cells in rows.items()}
+        rows = {key: cells for key, cells in rows.items() if any(cell.value is not None for cell in cells)}
+        percent = name != "geometry"
+        if percent:
+            compared = next((head for head in _COMPARED if head in heads), "")
+            numbers = {
+                key: cells[heads.index(compared)] if compared else _mean_cell(cells) for key, cells in rows.items()
+            }
+            starts = {(model.label, model.source): (model.pretrained, model.source) for model in models}
+            differences = {key: _difference(numbers, starts[key], key) for key in rows}
+            if any(cell.value is not None for cell in differences.values()):
+                heads.append(f"Δ {compared or 'mean'}")
+                rows = {key: [*cells, differences[key]] for key, cells in rows.items()}
         if places:
-            shown_heads = tuple(heads[place] for place in places)
-            blocks.append(Block(name, short, title, shown_heads, filled, percent=name != "geometry"))
+            model_rows = tuple(ModelRow(*key, tuple(cells)) for key, cells in rows.items())
+            blocks.append(Block(name, short, title, tuple(heads), model_rows, percent))
     return tuple(blocks)
+
+
+def _difference(numbers: Mapping[tuple[str, str], Cell], start: tuple[str, str], key: tuple[str, str]) -> Cell:
+    after, before = numbers[key], numbers.get(start, Cell(None))
+    if start == key or after.value is None or before.value is None:
+        return Cell(None, signed=True)
+    return Cell(after.value - before.value, after.marked or before.marked, signed=True)
 
 
 class Remarks(NamedTuple):
@@ -340,7 +370,7 @@ def _plain(text: str) -> str:
 def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
     """Write `scores.md` and `scores.json`; return the Markdown of the encoders alone, for a terminal."""
     published = literature()
-    blocks = tables(evaluated, published)
+    blocks = compare(evaluated, published)
     write_text(folder / "scores.md", markdown(blocks, remarks(evaluated, published)))
     names = ("encoder", "fingerprint", "size", "warnings", "seconds", "pretrained", "geometry")
     encoders = [
@@ -351,46 +381,4 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
     models = [model.model_dump(mode="json") for model in published]
     facts = {"encoders": encoders, "published": models, "tables": [asdict(block) for block in blocks]}
     write_json(folder / "scores.json", facts)
-    return markdown(tables(evaluated, ()), remarks(evaluated, ()))
-
-
-_PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
-"""Averages in order of preference for the difference; the first is the papers' Avg."""
-
-
-def tables(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
-    """Build the tables with their columns of differences to the pretrained row of the same source."""
-    starts = {(scored.encoder, ""): scored.pretrained for scored in evaluated}
-    starts |= {(model.model, model.source): model.pretrained for model in published}
-    return tuple(_with_differences(block, starts) for block in compare(evaluated, published))
-
-
-def _with_differences(block: Block, starts: Mapping[tuple[str, str], str]) -> Block:
-    """Add the column if a row and its pretrained row both have the number; the column's name includes the number's.
-
-    The difference is that of the block's mean, or of the mean over all columns if the block has none.
-    """
-    if not block.percent:
-        return block
-    preferred = _PREFERRED if block.name.startswith("averages") else ("mean",)
-    of = next((name for name in preferred if name in block.columns), "")
-    rows = {(row.label, row.source): row for row in block.rows}
-    cells = []
-    for row in block.rows:
-        start = rows.get((starts.get((row.label, row.source), ""), row.source))
-        after, before = _number(block, row, of), _number(block, start, of) if start and start is not row else Cell(None)
-        has_both = after.value is not None and before.value is not None
-        value = (after.value or 0.0) - (before.value or 0.0) if has_both else None
-        cells.append(Cell(value, has_both and (after.marked or before.marked), signed=True))
-    if all(cell.value is None for cell in cells):
-        return block
-    added = tuple(replace(row, cells=(*row.cells, cell)) for row, cell in zip(block.rows, cells, strict=True))
-    return replace(block, columns=(*block.columns, f"Δ {of or 'mean'}"), rows=added)
-
-
-def _number(block: Block, row: ModelRow, of: str) -> Cell:
-    if of:
-        return row.cells[block.columns.index(of)]
-    values = [cell.value for cell in row.cells if cell.value is not None]
-    whole = len(values) == len(row.cells)  # a mean over other columns would be compared
-    return Cell(sum(values) / len(values) if whole else None, any(cell.marked for cell in row.cells))
+    return markdown(compare(evaluated), remarks(evaluated, ()))

@@ -98,9 +98,9 @@ def _environment() -> "Environment":
 
 def write_scores_page(evaluated: Sequence["Evaluated"], path: Path) -> None:
     """Writes the page of encoders' scores beside published ones."""
-    from declutr.evaluation.tables import literature, remarks, tables
+    from declutr.evaluation.tables import compare, literature, remarks
     from declutr.evaluation.tables import shown as cell
 
     published = literature()
-    blocks, lines = tables(evaluated, published), remarks(evaluated, published)
+    blocks, lines = compare(evaluated, published), remarks(evaluated, published)
     write_page(path, "scores.html", "SentEval: sentence encoders compared", blocks=blocks, remarks=lines, cell=cell)

@@ -13,7 +13,7 @@ from declutr.common.errors import EncoderError
 from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval import harness
 from declutr.evaluation.senteval.data import inspect
-from declutr.evaluation.senteval.harness import ScoringChoice, Vectors, embed_all, evaluate
+from declutr.evaluation.senteval.harness import ScoringChoice, embed_all, evaluate
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.similarity import sample_rows
 from declutr.evaluation.senteval.tasks import choose_tasks, find, sentence_rows
@@ -141,9 +141,14 @@ def test_a_killed_embedding_goes_on(tmp_path, monkeypatch):
     assert other.texts == texts[8:16] + texts[24:]
     rows = np.array([49, 0, 13, 13, 24])
     assert np.array_equal(vectors.take(rows), HashedWords(16).encode([texts[row] for row in rows]))
-    # other texts, and another encoder, have a folder of their own
-    assert embed_all(Counting(), texts[:9], tmp_path, lambda _: None).folder != vectors.folder
-    assert embed_all(Counting(8), texts, tmp_path, lambda _: None).folder != vectors.folder
+    for encoder, own in ((Counting(), texts[:9]), (Counting(8), texts)):  # each has a folder of its own
+        embed_all(encoder, own, tmp_path, lambda _: None)
+        assert encoder.texts == own
+    for array in (np.zeros((8, 5), np.float32), np.zeros((8, 16)), np.zeros((7, 16), np.float32)):
+        np.save(torn, array)
+        other = Counting()
+        embed_all(other, texts, tmp_path, lambda _: None)
+        assert other.texts == texts[8:16], "a part of another shape or type is not read"
 
 
 def test_a_killed_scoring_goes_on(folder, tmp_path):
@@ -166,16 +171,6 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     says(said[0], "2 of 3")
     assert encoder.texts == []  # the embeddings were there too
     assert any(": 1/1 " in line for line in said)
-
-
-def test_parts_of_another_shape_are_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "PART_ROWS", 8)
-    vectors = Vectors(tmp_path, 10, 4)
-    for array in (np.zeros((8, 5), np.float32), np.zeros((8, 4)), np.zeros((7, 4), np.float32)):
-        np.save(vectors.path(0), array)
-        assert not vectors.there(0)
-    np.save(vectors.path(0), np.zeros((8, 4), np.float32))
-    assert vectors.there(0)
 
 
 def test_both_protocols_share_what_they_have_in_common(folder, tmp_path):

@@ -41,17 +41,12 @@ def test_result_gives_the_number_of_its_table():
         dev_headline("STS12", scores_of("STS12", 50))
 
 
-def test_complete_set_has_all_averages():
-    found = {average.name: average for average in averages(complete())}
-    above = 4 + 16 / 3  # MRPC and COCO are the only ones that are not 50
-    assert found["downstream"].value == pytest.approx(50 + above / 18)
-    assert found["downstream without SNLI"].value == pytest.approx(50 + above / 17)
-    assert found["probing"].value == pytest.approx(50)
-    assert found["mean of downstream without SNLI and probing"].value == pytest.approx(50 + above / 34)
-    assert found["all 28 tasks"].value == pytest.approx(50 + above / 28)
-    assert found["probing"].dev == pytest.approx(54)
-    assert found["downstream"].dev == pytest.approx(50 + (10 * 4 + 2 * 2) / 18)
-    assert found["transfer"].value == pytest.approx(50)
+def test_complete_set_has_averages_of_dev_scores_too():
+    """Those of test scores are the recorded ones of tests/golden/test_senteval.py."""
+    averages_of_dev = {average.name: average.dev for average in averages(complete())}
+    assert averages_of_dev["probing"] == pytest.approx(54)
+    assert averages_of_dev["downstream"] == pytest.approx(50 + (10 * 4 + 2 * 2) / 18)
+    assert averages(complete())[-1].value == pytest.approx(50)  # transfer, by accuracy
 
 
 def test_an_incomplete_set_has_no_average_and_says_what_it_lacks():

@@ -130,11 +130,8 @@ def _trace(graph: nn.Module, path: Path, device: torch.device, opset: int) -> No
 def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
     """Rewrite what onnxruntime computes slowly on a CPU, without another result.
 
-    Add before LayerNormalization becomes Sum, and attention takes `(texts, tokens, hidden)`.
-
-    Args:
-        model: the graph, changed in place.
-        config: of the encoder, with its number of heads.
+    The graph is changed in place: Add before LayerNormalization becomes Sum, and attention takes
+    `(texts, tokens, hidden)`. `config` is the encoder's, with its number of heads.
     """
     nodes = model.graph.node
     producers = {name: node for node in nodes for name in node.output}
@@ -198,9 +195,7 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
 def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
     """Replace a graph in float32 by one in integers; return its number of linear layers.
 
-    Args:
-        path: file of the graph.
-        inputs: batches of texts that decide the ranges of activations.
+    `inputs` are batches of texts that decide the ranges of activations.
     """
     model = onnx.load(path)
     graph = model.graph

@@ -142,12 +142,7 @@ def join_pairs(
 ) -> RetrievalTest:
     """The test of distinct queries and the relevant texts of each.
 
-    Args:
-        pairs: their file.
-        rows: the pairs.
-        number: numbers of the texts by text or id.
-        texts: that are searched; empty if they are elsewhere.
-        where: the name of the texts.
+    `number` has the numbers of the texts by text or id. The `texts` of `where` may be elsewhere, and are then empty.
 
     Raises:
         DataError: a pair names none of the texts.

@@ -23,23 +23,10 @@ from declutr.evaluation.senteval.network import ClassifierConfig, Network, Updat
 Stream = tuple[int, int]  # `TrainingSet.stream`
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Row numbers of S sets in one padded array."""
-
-    rows: Tensor
-    """(S, longest), padded with 0."""
-    sizes: Tensor
-    """(S,) numbers of real rows."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Rows]) -> "Padded":
-        """Pad every set to the longest."""
-        sets = [torch.from_numpy(own) for own in rows]
-        return cls(torch.nn.utils.rnn.pad_sequence(sets, batch_first=True), torch.tensor(list(map(len, sets))))
-
-    def __getitem__(self, sets: slice | Tensor) -> "Padded":
-        return Padded(self.rows[sets], self.sizes[sets])
+def _padded(rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+    """Row numbers of S sets, (S, longest), padded with 0, and the (S,) numbers of real ones."""
+    sets = [torch.from_numpy(own) for own in rows]
+    return torch.nn.utils.rnn.pad_sequence(sets, batch_first=True), torch.tensor(list(map(len, sets)))
 
 
 @dataclass(frozen=True)
@@ -135,8 +122,8 @@ class _Group:
         self.orders = {stream: orders(config.seed, *stream) for stream in self.streams}
         dropped = config.num_hidden > 0 and config.dropout > 0
         self.dropout = dict.fromkeys(self.streams, start) if dropped else {}  # goes on after the starting weights
-        self.members = Padded.of([s.train for s in sets])
-        self.dev_members = Padded.of([s.dev for s in sets])
+        self.members, self.sizes = _padded([s.train for s in sets])
+        self.dev_members, self.dev_sizes = _padded([s.dev for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
 
     def fit(self) -> Fits:
@@ -145,7 +132,7 @@ class _Group:
         shape = (len(self.set_places), len(self.decay_places))
         # -1: the first score is always a new best
         best_right, misses = np.full(shape, -1), np.zeros(shape, int)
-        running, num_dev = np.ones(shape, bool), self.dev_members.sizes.numpy()[:, None]
+        running, num_dev = np.ones(shape, bool), self.dev_sizes.numpy()[:, None]
         num_passes = 0
         while running.any() and num_passes <= config.max_epoch:
             self._train()
@@ -193,19 +180,19 @@ class _Group:
             (S, B) row numbers of the training table, their labels, the weight of each row in its set's mean loss: a
             number, or (S, 1, 1, B) with 0 for padding; and dropout's factors 0 or 1/(1-p), (S, 1, H, B), or 1 without.
         """
-        members, streams, batch_size = self.members[block], self.streams[block], self.config.batch_size
-        longest, shortest = int(members.sizes.max()), int(members.sizes.min())
+        members, sizes, batch_size = self.members[block], self.sizes[block], self.config.batch_size
+        streams, longest, shortest = self.streams[block], int(sizes.max()), int(sizes.min())
         tail = np.arange(longest)
         for permutations in passes:
             positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
             order = torch.from_numpy(np.stack([positions[stream] for stream in streams]))
-            rows = members.rows.gather(1, order)
+            rows = members.gather(1, order)
             labels = self.train.labels[rows]
             for start in range(0, longest, batch_size):
                 width = min(batch_size, longest - start)
                 weight: float | Tensor = 1 / batch_size
                 if start + batch_size > shortest:
-                    counts = (members.sizes - start).clamp(max=batch_size)[:, None]
+                    counts = (sizes - start).clamp(max=batch_size)[:, None]
                     weight = ((torch.arange(width) < counts) / counts)[:, None, None]
                 part = slice(start, start + width)
                 yield rows[:, part], labels[:, part], weight, self._kept(streams, dropout, start) if dropout else 1.0
@@ -224,12 +211,12 @@ class _Group:
         buffer = BlockBuffer(self.dev.features, num_sets, self.config.batch_size)
         counts = []
         for block in buffer.blocks(num_sets):
-            network, members = self.network.narrow(block), self.dev_members[block]
-            right = torch.zeros(len(members.sizes), len(self.decay_places), dtype=torch.int64)
-            for number, rows in enumerate(members.rows.split(buffer.num_rows, dim=1)):
+            network, sizes = self.network.narrow(block), self.dev_sizes[block]
+            right = torch.zeros(len(sizes), len(self.decay_places), dtype=torch.int64)
+            for number, rows in enumerate(self.dev_members[block].split(buffer.num_rows, dim=1)):
                 chosen = network.forward(buffer.take(rows))[-1].argmax(2)
                 places = torch.arange(rows.shape[1]) + number * buffer.num_rows
-                real = (places < members.sizes[:, None])[:, None]
+                real = (places < sizes[:, None])[:, None]
                 right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)
             counts.append(right)
         return torch.cat(counts).numpy()
@@ -252,5 +239,6 @@ class _Group:
         self.updates.moments = [[moment[here] for moment in moments] for moments in self.updates.moments]
         self.updates.decay = self.updates.decay[here]
         self.streams = [self.streams[place] for place in sets.tolist()]
-        self.members, self.dev_members = self.members[sets], self.dev_members[sets]
+        self.members, self.sizes = self.members[sets], self.sizes[sets]
+        self.dev_members, self.dev_sizes = self.dev_members[sets], self.dev_sizes[sets]
         self.set_places, self.decay_places = self.set_places[sets.numpy()], self.decay_places[decays.numpy()]

@@ -17,10 +17,9 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,8 +179,7 @@ def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
         yield UNCHECKED
 
 
-_MAX_FILE_BYTES = 256 << 20
-_MAX_ARCHIVE_BYTES = 2 << 30
+_MAX_BYTES = 2 << 30  # of the archive, and more than any file
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60
 _ATTEMPTS = 3
@@ -189,8 +187,7 @@ _BELOW = "downstream/"
 """Folder of the data of which names in the archive lack the name."""
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """Result for one file, by its path relative to the data folder."""
 
     path: str
@@ -206,14 +203,10 @@ def sources() -> dict[str, Any]:
     return read_json(Path(__file__).with_name("sources.json"))  # type: ignore[no-any-return]
 
 
-def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
+def fetch(url: str, target: Path, expected: str = "") -> None:
     """Fetch `url` to `target`, completely or not at all; a broken connection begins again, at most three times.
 
-    Args:
-        url: http or https.
-        target: the file.
-        max_bytes: limit of its size.
-        expected: git's SHA-1 of the content; "" if unknown.
+    `expected` is git's SHA-1 of the content, "" if unknown.
 
     Raises:
         RemoteError: the file was not found, is too large, broke off three times, or has another hash.
@@ -221,16 +214,15 @@ def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
     if not url.startswith(("http://", "https://")):
         raise RemoteError(f"{url}: is no address that starts with http:// or https://")
     request = urllib.request.Request(url, headers={"User-Agent": "declutr", "Accept-Encoding": "identity"})
-    last = ""
-    for _ in range(_ATTEMPTS):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             with atomic_file(target) as aside:
                 with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer, aside.open("wb") as stream:
                     length, size = answer.headers.get("Content-Length"), 0
                     while chunk := answer.read(_CHUNK_BYTES):
                         size += len(chunk)
-                        if size > max_bytes:  # a server may announce another length, or none
-                            raise RemoteError(f"{url}: exceeds the limit of {max_bytes:,} bytes")
+                        if size > _MAX_BYTES:  # a server may announce another length, or none
+                            raise RemoteError(f"{url}: exceeds the limit of {_MAX_BYTES:,} bytes")
                         stream.write(chunk)
                 # Read in chunks, http.client raises nothing for a body that is too short.
                 if length is not None and size != int(length):
@@ -242,10 +234,10 @@ def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
         except urllib.error.HTTPError as error:
             raise RemoteError(f"{url}: {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            last = str(error)
+            if attempt == _ATTEMPTS:
+                raise RemoteError(f"{url}: {error}; run the same command again") from error
         else:
             return
-    raise RemoteError(f"{url}: {last}; run the same command again")
 
 
 def download(
@@ -271,7 +263,7 @@ def download(
         url = f"{mirror.rstrip('/')}/{path}" if mirror else singles[path]
         say(f"{path} from {url}")
         try:
-            fetch(url, folder / path, _MAX_FILE_BYTES, known_hashes()[path])
+            fetch(url, folder / path, known_hashes()[path])
             fetched.append(Fetched(path, "fetched"))
         except RemoteError as error:
             fetched.append(Fetched(path, "failed", str(error)))
@@ -288,21 +280,20 @@ def _fetch_archive(folder: Path, url: str, missing: Sequence[str]) -> Iterator[F
     local = folder / ".downloads" / url.rpartition("/")[2]
     ends = {f"/{path.removeprefix(_BELOW)}": path for path in missing}
     try:
-        fetch(url, local, _MAX_ARCHIVE_BYTES)
+        fetch(url, local)
         with tarfile.open(local, mode="r|*") as archive:  # a stream: one pass, no seeking, no extraction
             for member in archive:
                 # Below a folder of any name, files have their places in `downstream`.
                 end = next((end for end in ends if f"/{member.name}".endswith(end)), None)
-                if end is None or not member.isreg():
+                if end is None or not member.isreg() or member.size > _MAX_BYTES:
                     continue
                 path = ends[end]
-                if member.size > _MAX_FILE_BYTES:
-                    yield Fetched(path, "failed", f"{member.size:,} bytes in the archive, more than any published file")
-                elif (stream := archive.extractfile(member)) is not None:
-                    with atomic_file(folder / path) as aside, aside.open("wb") as file:
-                        shutil.copyfileobj(stream, file)
-                    same = git_sha1(folder / path) == known_hashes().get(path)
-                    yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
+                stream = archive.extractfile(member)
+                assert stream is not None  # as of every regular file
+                with atomic_file(folder / path) as aside, aside.open("wb") as file:
+                    shutil.copyfileobj(stream, file)
+                same = git_sha1(folder / path) == known_hashes()[path]
+                yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
                 del ends[end]  # what is left at the end is missing
         yield from (Fetched(path, "failed", f"not in {local.name}") for path in ends.values())
     except (RemoteError, tarfile.TarError, EOFError) as error:

@@ -292,35 +292,27 @@ def _report(
 
 @dataclass(frozen=True)
 class Vectors:
-    """`(N, D)` float32 embeddings in parts of `PART_ROWS` rows, the last of fewer."""
+    """`(N, D)` float32 embeddings, in mapped parts of `PART_ROWS` rows, the last of fewer."""
 
-    folder: Path
-    num_rows: int
-    size: int
+    parts: list[NDArray[np.float32]]
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Rows `(len(rows), D)` in the given order; opens only the parts that hold them."""
-        result = np.empty((len(rows), self.size), np.float32)
-        parts = rows // PART_ROWS
-        for part in np.unique(parts):
-            here = np.flatnonzero(parts == part)
-            # mapped: the embeddings of SNLI's sentences alone may not fit in memory
-            stored = np.load(self.path(int(part)), mmap_mode="r", allow_pickle=False)
-            result[here] = stored[rows[here] - part * PART_ROWS]
+        """Rows `(len(rows), D)` in the given order."""
+        result = np.empty((len(rows), self.parts[0].shape[1]), np.float32)
+        for number, part in enumerate(self.parts):
+            here = np.flatnonzero(rows // PART_ROWS == number)
+            result[here] = part[rows[here] - number * PART_ROWS]
         return result
 
-    def path(self, part: int) -> Path:
-        """Path of a part."""
-        return self.folder / f"part-{part:05d}.npy"
 
-    def there(self, part: int) -> bool:
-        """True if a part exists with the expected shape and type."""
-        rows = min(PART_ROWS, self.num_rows - part * PART_ROWS)
-        try:
-            stored = np.load(self.path(part), mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError):  # missing or torn
-            return False
-        return bool(stored.shape == (rows, self.size) and stored.dtype == np.float32)
+def _stored(path: Path, shape: tuple[int, int]) -> NDArray[np.float32] | None:
+    """A part of embeddings; None if there is none of that shape."""
+    try:
+        # mapped: the embeddings of SNLI's sentences alone may not fit in memory
+        part = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError):  # missing or torn
+        return None
+    return part if part.shape == shape and part.dtype == np.float32 else None
 
 
 def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str]) -> Path:
@@ -337,26 +329,28 @@ def embed_all(encoder: SentenceEncoder, texts: Sequence[str], cache: Path, say: 
     Raises:
         EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
     """
-    vectors = Vectors(_parts_folder(cache, encoder, texts), len(texts), encoder.size)
-    numbers = range(-(-len(texts) // PART_ROWS))
-    missing = [part for part in numbers if not vectors.there(part)]
-    if len(missing) < len(numbers):
-        say(f"{encoder.name}: reusing {len(numbers) - len(missing)} of {len(numbers)} embedding parts")
+    folder = _parts_folder(cache, encoder, texts)
+    chunks = [texts[start : start + PART_ROWS] for start in range(0, len(texts), PART_ROWS)]
+    paths = [folder / f"part-{number:05d}.npy" for number in range(len(chunks))]
+    shapes = [(len(chunk), encoder.size) for chunk in chunks]
+    parts = [_stored(path, shape) for path, shape in zip(paths, shapes, strict=True)]
+    missing = [number for number, part in enumerate(parts) if part is None]
+    if len(missing) < len(parts):
+        say(f"{encoder.name}: reusing {len(parts) - len(missing)} of {len(parts)} embedding parts")
     started = time.monotonic()
-    for done, part in enumerate(missing, start=1):
-        own = texts[part * PART_ROWS : (part + 1) * PART_ROWS]
-        rows = np.ascontiguousarray(encoder.encode(own), np.float32)
-        if rows.shape != (len(own), encoder.size):
-            raise EncoderError(f"{encoder.name}: embeddings are {rows.shape}, expected {(len(own), encoder.size)}")
+    for done, number in enumerate(missing, start=1):
+        rows = np.ascontiguousarray(encoder.encode(chunks[number]), np.float32)
+        if rows.shape != shapes[number]:
+            raise EncoderError(f"{encoder.name}: embeddings are {rows.shape}, expected {shapes[number]}")
         if wrong := int((~np.isfinite(rows)).any(axis=1).sum()):
             raise EncoderError(
-                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings have values that are not finite; no score"
+                f"{encoder.name}: {wrong:,} of {len(rows):,} embeddings have values that are not finite; no score"
             )
-        with atomic_file(vectors.path(part)) as aside, aside.open("wb") as stream:
+        with atomic_file(paths[number]) as aside, aside.open("wb") as stream:
             np.save(stream, rows)
-        more = _time_left(started, done, len(missing))
-        say(f"{encoder.name}: embedded {min((part + 1) * PART_ROWS, len(texts)):,} of {len(texts):,} sentences{more}")
-    return vectors
+        more, end = _time_left(started, done, len(missing)), number * PART_ROWS + len(rows)
+        say(f"{encoder.name}: embedded {end:,} of {len(texts):,} sentences{more}")
+    return Vectors([np.load(path, mmap_mode="r", allow_pickle=False) for path in paths])
 
 
 def _time_left(started: float, done: float, total: float) -> str:

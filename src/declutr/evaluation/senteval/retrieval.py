@@ -19,6 +19,7 @@ from torch import Tensor
 from declutr.evaluation.senteval.features import Rows
 from declutr.evaluation.senteval.formats import CAPTIONS_PER_IMAGE
 from declutr.evaluation.senteval.network import linear_start
+from declutr.trainer.objectives.scores import ahead
 
 _PROJECTED_ROWS = 4096
 _SCORED_QUERIES = 512
@@ -149,17 +150,17 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
     A rank is the number of candidates that score higher, and half of those that score the same. The official code
     sorts, with arbitrary order among equal scores.
     """
-    owner = torch.arange(len(captions)) // CAPTIONS_PER_IMAGE
-    text_ranks, image_ranks = [], []
-    for begin, part in zip(range(0, len(images), _SCORED_QUERIES), images.split(_SCORED_QUERIES), strict=True):
-        scores = part @ captions.mT
-        own = owner == torch.arange(begin, begin + len(part))[:, None]
-        best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
-        text_ranks.append((scores > best).sum(1) + 0.5 * ((scores == best) & ~own).sum(1))
-    for part, image in zip(captions.split(_SCORED_QUERIES), owner.split(_SCORED_QUERIES), strict=True):
-        scores = part @ images.mT
-        own_scores = scores.gather(1, image[:, None])
-        image_ranks.append((scores > own_scores).sum(1) + 0.5 * ((scores == own_scores).sum(1) - 1))
-    sides = torch.cat(text_ranks), torch.cat(image_ranks)
-    shares = (100.0 * int((ranks < limit).sum()) / len(ranks) for ranks in sides for limit in (1, 5, 10))
-    return *shares, *(float(np.floor(np.median(ranks.numpy())) + 1) for ranks in sides)
+    sides = (images, captions), (captions, images)
+    to_text, to_image = (
+        torch.cat([part @ candidates.mT for part in queries.split(_SCORED_QUERIES)]).numpy()
+        for queries, candidates in sides
+    )
+    places = np.arange(len(captions))
+    owners = places // CAPTIONS_PER_IMAGE
+    own = to_text[owners, places].reshape(-1, CAPTIONS_PER_IMAGE)
+    best, paired = own.max(axis=1), to_image[places, owners]
+    # captions of the image that tie with its best one are not ahead of it, nor is an image ahead of itself
+    text_ranks = ahead(to_text, best, tie=0.5) - 0.5 * (own == best[:, None]).sum(axis=1)
+    ranks = text_ranks, ahead(to_image, paired, tie=0.5) - 0.5
+    shares = (100.0 * int((of < limit).sum()) / len(of) for of in ranks for limit in (1, 5, 10))
+    return *shares, *(float(np.floor(np.median(of)) + 1) for of in ranks)
