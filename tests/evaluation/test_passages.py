@@ -1,8 +1,14 @@
 """Long texts read whole: passages that fit the encoder, their places and headings, and a search by document."""
 
 import json
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +18,9 @@ from folders import encoder_folder, jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
+from officefiles import docx, paragraph, pdf, shown
+from processes import environment
+from waiting import until
 
 import declutr
 from declutr.cli.main import main
@@ -243,14 +252,57 @@ def test_tokens_are_counted_without_special_ones(model):
     assert encoder.encode_counted([])[1].shape == (0, 2)
 
 
-def test_the_service_of_the_guide_answers_a_request(tmp_path, model, monkeypatch):
+def answers_at(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_service_of_the_guide_answers_a_request_and_again_after_a_restart(tmp_path, model):
     declutr.index(made(tmp_path, model, "--passages"), tmp_path / "index", hybrid=True)
     page = (Path(declutr.__file__).parents[2] / "docs" / "guides" / "search.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    exec(page.split("```python\n")[1].split("```")[0], names := {"__name__": "service"})
-    client = names["app"].test_client()
-    answers = client.get("/search?q=zeppelin&top=1").json
-    assert [(hit["source"], hit["line"]) for hit in answers] == [("boats.md", 121)]
-    refused = client.get("/search?q=")
-    assert refused.status_code == 400
-    says(refused.json["error"], "query is empty")
+    (tmp_path / "service.py").write_text(page.split("```python\n")[1].split("```")[0])
+    answers = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "flask", "--app", "service", "run", "--port", str(port)]
+        with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL) as service:
+            try:
+                address = f"http://127.0.0.1:{port}/search?q="
+                until(lambda port=port: answers_at(port), "the service")
+                answers.append(json.load(urllib.request.urlopen(f"{address}zeppelin&top=1")))
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(address)
+                says(json.load(refused.value)["error"], "query is empty")
+            finally:
+                service.terminate()
+    assert answers[0] == answers[1]
+    assert [(hit["source"], hit["line"]) for hit in answers[0]] == [("boats.md", 121)]
+
+
+def test_630_documents_of_six_kinds_are_found_from_python(tmp_path, model):
+    (tmp_path / "in").mkdir()
+    for number in range(630):
+        kind = ("md", "html", "txt", "csv", "docx", "pdf")[number % 6]
+        title, body = f"Machine {number}", f"The lever n{number} opens the valve. " + "It is of brass. " * 12
+        lines = wrap(body, 60)
+        data = {
+            "md": f"# {title}\n\n{body}",
+            "html": f"<!doctype html><title>t</title><h1>{title}</h1><p>{body}</p>",
+            "txt": f"{title}\n\n{body}",
+            "csv": f'text\n"{title}. {body}"\n',
+            "docx": docx(paragraph(title, "Titel"), paragraph(body)),
+            "pdf": pdf(shown((20, 750, title), *((9, 700 - 12 * row, line) for row, line in enumerate(lines)))),
+        }[kind]
+        (tmp_path / "in" / f"{number:03d}.{kind}").write_bytes(data if isinstance(data, bytes) else data.encode())
+    settings = {"passages": True, "headings": True, "format": "auto_text_file", "workers": 0}
+    note = declutr.embed(model, tmp_path / "in", tmp_path / "in.parquet", **settings)
+    assert (note.skipped, note.texts_cut) == ({}, 0)
+    built = declutr.index(tmp_path / "in.parquet", tmp_path / "index", hybrid=True, weight=100)
+    assert built.facts.rows == note.rows > 630
+    searcher = declutr.Searcher(tmp_path / "index")
+    assert len({hit.record for hit in searcher.search("brass", top=1000)}) == 630
+    for number in range(0, 630, 35):
+        (hit,) = searcher.search(f"n{number}", top=1)
+        assert hit.source.startswith(f"{number:03d}.")
