@@ -146,7 +146,7 @@ def place_of(config, output, name):
 
 def judged_set(config, output):
     """The test documents: none of those that chose, and none that was trained on."""
-    splits = held_out_documents(config.prepare_config(output / "data"), output / "data", config.seed)
+    splits = held_out_documents(config.prepare_config(output / "data").corpus, output / "data", config.seed)
     development, test = (set(splits[name]) for name in ("development", "test"))
     assert min(len(development), len(test)) >= 100
     assert not development & test

@@ -145,13 +145,13 @@ def torch_as_before(monkeypatch):
 def test_a_process_on_a_gpu_repeats_its_bits(tmp_path, monkeypatch, log, deterministic):
     monkeypatch.setenv(CUBLAS, ":4096:2:16:8")
     config = runs.train_config("data", tmp_path, precision="bf16", scaling={"deterministic": deterministic})
-    set_up_torch(config, torch.device("cuda"))
+    set_up_torch(config.scaling, config.precision, torch.device("cuda"))
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.get_float32_matmul_precision() == "high"
     assert os.environ[CUBLAS] == (":4096:8" if deterministic else ":4096:2:16:8")
     assert [CUBLAS in line for line in log] == [True] * deterministic
-    set_up_torch(config, torch.device("cuda"))
+    set_up_torch(config.scaling, config.precision, torch.device("cuda"))
     assert len(log) == deterministic
 
 

@@ -125,7 +125,7 @@ def try_steps(plan: RunPlan) -> Trial:
     transformers_logging.disable_progress_bar()
     config = plan.config
     device = _device(config.scaling, plan.folder)
-    set_up_torch(config, device)
+    set_up_torch(config.scaling, config.precision, device)
     parts = build_parts(plan, Communicator(deterministic=config.scaling.elastic_determinism), device)
     skipping = _with(plan, on_nonfinite_loss="skip", max_skipped_steps=_MOST_STEPS)
     train_steps = build_train_steps(skipping, parts.tasks, plan.total_steps)

@@ -10,20 +10,20 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.build import autocast_type
-from declutr.trainer.config import TrainConfig
+from declutr.trainer.scaling import ScalingConfig
 
 _CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """Variable of cuBLAS, and its values with which products repeat their bits."""
 
 
-def set_up_torch(config: TrainConfig, device: torch.device) -> None:
+def set_up_torch(scaling: ScalingConfig, precision: str, device: torch.device) -> None:
     """Sets threads, float32 products and algorithms, before the device is used."""
     if device.type == "cpu":
-        torch.set_num_threads(config.scaling.cpus_per_worker)
+        torch.set_num_threads(scaling.cpus_per_worker)
         return
-    if autocast_type(config.precision, device) is not None:
+    if autocast_type(precision, device) is not None:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    if config.scaling.deterministic:
+    if scaling.deterministic:
         repeat_bits()
 
 

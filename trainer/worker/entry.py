@@ -186,7 +186,7 @@ def work(
         As `train_loop`.
     """
     comm = Communicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism)
-    set_up_torch(config, device)
+    set_up_torch(config.scaling, config.precision, device)
     with heartbeat.doing("fetching"):
         plan = RunPlan.of(config)
         if plan.unreadable:

@@ -144,7 +144,7 @@ class _Adaptation:
             manifest = prepare(prepared)
         self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
-        documents = held_out_documents(prepared, self.output / "data", self.config.seed)
+        documents = held_out_documents(prepared.corpus, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
         sets = {
             split: TestSet(
@@ -156,7 +156,7 @@ class _Adaptation:
             for split, split_documents in documents.items()
         }
         if sets["test"].num_rows < MIN_ROWS:
-            return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
+            return self._few(make_passages(all_documents(prepared.corpus, self.output / "data"), self.start.tokenizer))
         return self._chosen_and_judged(sets["development"], sets["test"])
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:

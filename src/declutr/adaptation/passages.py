@@ -20,9 +20,8 @@ from tokenizers import Tokenizer
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
 from declutr.common import seeding
 from declutr.common.words import num_words
-from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import Corpus, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.objectives.scores import ahead
@@ -36,13 +35,13 @@ _MOST_OF_FEW = 5 * MOST_DOCUMENTS
 """The same for a corpus that is scored in five folds."""
 
 
-def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Split, list[str]]:
+def held_out_documents(corpus: Corpus, data: Path, seed: int) -> dict[Split, list[str]]:
     """Texts of the documents of each split, by their keys, with their line breaks; reads the corpus again for them.
 
     Which document belongs to which split is a function of the seed and the document.
 
     Args:
-        config: of the preparation.
+        corpus: where its documents are.
         data: the prepared corpus.
         seed: of the split.
     """
@@ -56,15 +55,15 @@ def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Sp
         split: [ids[place] for place in rows[_select(keys[rows], tokens[rows], MOST_DOCUMENTS)]]
         for split, rows in splits.items()
     }
-    texts = _read(config, {identity for part in chosen.values() for identity in part})
+    texts = _read(corpus, {identity for part in chosen.values() for identity in part})
     return {split: [texts[identity] for identity in part if identity in texts] for split, part in chosen.items()}
 
 
-def all_documents(config: PipelineConfig, data: Path) -> list[str]:
+def all_documents(corpus: Corpus, data: Path) -> list[str]:
     """Texts of a corpus with few long documents, by their keys; of more than 2,500 the long ones and some others."""
     ids, keys, tokens = _rows(data, "train", "held-out")
     chosen = dict.fromkeys(ids[place] for place in _select(keys, tokens, _MOST_OF_FEW))
-    texts = _read(config, {*chosen})
+    texts = _read(corpus, {*chosen})
     return [texts[identity] for identity in chosen if identity in texts]
 
 
@@ -87,11 +86,11 @@ def _rows(data: Path, *splits: str) -> tuple[list[bytes], NDArray[np.uint64], ND
     return ids, np.concatenate(keys), np.concatenate(tokens)
 
 
-def _read(config: PipelineConfig, ids: set[bytes]) -> dict[bytes, str]:
+def _read(corpus: Corpus, ids: set[bytes]) -> dict[bytes, str]:
     """The texts of the documents with these ids."""
     texts: dict[bytes, str] = {}
-    units, _ = plan_units(config.corpus, config.unit_mib)
-    for record in (record for unit in units for record in read_unit(unit, config.corpus)):
+    units, _ = plan_units(corpus, None)
+    for record in (record for unit in units for record in read_unit(unit, corpus)):
         if len(texts) == len(ids):
             break
         if isinstance(record, Document) and not isinstance(record, Rejected):

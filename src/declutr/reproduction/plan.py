@@ -278,13 +278,13 @@ def _shards_content(place: str) -> str:
     return data_hash(load_manifest(expand(place)))[:16]
 
 
-def _record_of(config: TrainConfig) -> Path:
-    return Path(f"{config.run}.made_from.json")
+def _record_of(run: str) -> Path:
+    return Path(f"{run}.made_from.json")
 
 
 def write_record(config: TrainConfig) -> None:
     """Writes what `made_from` returns to a file beside the run's folder, before the run is trained."""
-    write_json(_record_of(config), made_from(config))
+    write_json(_record_of(config.run), made_from(config))
 
 
 def run_ready(config: TrainConfig) -> bool:
@@ -294,8 +294,8 @@ def run_ready(config: TrainConfig) -> bool:
         UsageError: its folder has a run of other settings or data.
     """
     run, now = Path(config.run), made_from(config)
-    if _record_of(config).is_file():
-        before = read_json(_record_of(config))
+    if _record_of(config.run).is_file():
+        before = read_json(_record_of(config.run))
         absent = [key for key, value in now.items() if _ABSENT in (value if isinstance(value, list) else [value])]
         if changed := changes(before, now | {key: before[key] for key in absent if key in before}):
             raise UsageError(
@@ -303,7 +303,7 @@ def run_ready(config: TrainConfig) -> bool:
                 "--work"
             )
     elif steps_in(run / CHECKPOINTS) or (run / SUMMARY).is_file():
-        raise UsageError(f"{run}: has a run, and no {_record_of(config).name} beside it; name another --work")
+        raise UsageError(f"{run}: has a run, and no {_record_of(config.run).name} beside it; name another --work")
     return (run / SUMMARY).is_file()  # written behind the last step and the export
 
 

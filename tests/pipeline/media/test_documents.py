@@ -167,7 +167,7 @@ def test_prepare_and_adapt_read_every_file_of_a_folder_of_six_kinds(tmp_path, ma
     config = AdaptConfig(encoder=str(out / "tokenizer"), corpus=[str(tmp_path / "in")]).prepare_config(out)
     manifest, _ = prepare_here(config, out, manifest.tokenizer)
     assert (manifest.totals["kept"], manifest.failed) == (60, {"no_text": 2})
-    passages = make_passages(all_documents(config, out), load_tokenizer(str(out / "tokenizer")))
+    passages = make_passages(all_documents(config.corpus, out), load_tokenizer(str(out / "tokenizer")))
     assert sorted(passages.queries) == sorted(headings)
 
 
