@@ -79,6 +79,8 @@ def run_index(arguments: list[str]) -> int:
     from declutr.embedding.note import read_note
 
     read_note(options.embeddings)  # its problems need not wait for torch
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists already")
     from declutr.embedding.build import SHARE, index, sentences
     from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES
@@ -168,8 +170,10 @@ def run_adapt(arguments: list[str]) -> int:
 
     near = [path for path in options["corpus"] if "://" not in path and not glob.has_magic(path)]
     lacks = [f"CORPUS: {path}: no such file or folder" for path in near if not expand(path).exists()]
-    problems = [*filter(None, [missing(options["encoder"])]), *lacks]
-    if problems and not {"pairs", "stsb"} & set(options):  # whose problems are named beside these
+    own = [(name, options[name]) for name in ("pairs", "stsb") if name in options]
+    absent = [f"--{name} {path}: no such file or folder" for name, path in own if not expand(path).exists()]
+    problems = [*filter(None, [missing(options["encoder"])]), *lacks, *absent]
+    if problems and len(absent) == len(own):  # the problems of files that are there are named beside these
         return refused("\n".join(problems))  # before torch and Ray are loaded
     setup_logging("adapt")
     from declutr.adaptation.config import REPORT

@@ -26,12 +26,12 @@ from declutr.encoders.protocol import (
     LongTexts,
     Pooling,
     SentenceEncoder,
-    is_adaptation,
+    is_run,
     no_encoder,
 )
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.words import HashedWords
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
+from declutr.trainer.checkpoints.checkpoint import STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
 from declutr.trainer.model.behind import kind_of
 from declutr.trainer.model.bounds import check_folder, check_tokenizer
@@ -87,7 +87,7 @@ def load_encoder(
         loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
-    elif (path / CHECKPOINTS).is_dir() or ((path / STATE).is_file() and not is_adaptation(path)):
+    elif is_run(path):
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)

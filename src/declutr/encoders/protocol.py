@@ -132,6 +132,11 @@ def is_adaptation(folder: Path) -> bool:
     return (folder / "state.json").is_file() and any((folder / name).is_dir() for name in ("candidates", "data"))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run, or a checkpoint of one."""
+    return (folder / "checkpoints").is_dir() or ((folder / "state.json").is_file() and not is_adaptation(folder))
+
+
 def no_encoder(folder: Path) -> str | None:
     """The problem of a file, or of a folder without the files of an encoder; None if it has one of them."""
     if folder.is_file():
