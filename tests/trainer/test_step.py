@@ -373,7 +373,7 @@ def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens)
 
     task = train_step.tasks[0]
     pieces = task._pieces(batch)
-    announced = replace(task, overlap=Announced(task.comm, list(task.encoder.parameters())))
+    announced = replace(task, overlap=Announced(list(task.encoder.parameters())))
     passes = GradCache(announced, 1, batch, pieces)
     passes.differentiate(passes.embed(), passes.count())
     assert (len(pieces) > 1) == (tokens is not None)
