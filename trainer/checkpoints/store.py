@@ -89,7 +89,7 @@ class RunStore:
         sent = self._scores([other for other in self._steps() if other <= step], score)
         here = {other: state.scores.get(score) for other, state in checkpoint.states_in(self.folder / CHECKPOINTS)}
         keep = ranking.kept({other: value for other, value in (here | sent).items() if other <= step}, config)
-        for other in keep:
+        for other in dict.fromkeys([*keep, step]):  # the newest also if its state cannot be read here now
             if other not in sent:
                 self._there(other).send(self._here(other))
         try:

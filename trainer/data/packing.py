@@ -4,7 +4,9 @@ Masking is BERT's recipe. Every draw depends on (seed, epoch, document, span, pl
 Numpy only: a config is read without torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from declutr.common.config import Strict
 
 I64 = NDArray[np.int64]
 _SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte, and those of a batch hundreds
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def mask_spans(
     epochs: seeding.U64,
     numbers: I64,
 ) -> tuple[I64, I64]:
-    """Masks m spans in `ids`.
+    """Masks m spans in `ids`, a few at a time.
 
     Args:
         masking: shares of selected and replaced tokens.
@@ -133,15 +136,28 @@ def mask_spans(
     Returns:
         `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
     """
-    within = ranges(sizes)
-    place, span = np.repeat(places, sizes) + within, np.repeat(np.arange(len(sizes)), sizes)
-    original = ids[place]
-    owners = keys[span], epochs[span], numbers[span]
-    ids[place], chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
-    return place[chosen], original[chosen]
+    pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for part in _cuts(sizes, _MASKED_TOKENS):
+        within = ranges(sizes[part])
+        place = np.repeat(places[part], sizes[part]) + within
+        span = np.repeat(np.arange(part.start, part.stop), sizes[part])
+        original = ids[place]
+        owners = keys[span], epochs[span], numbers[span]
+        ids[place], chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
+        pieces.append((place[chosen], original[chosen]))
+    selected, labels = zip(*pieces, strict=True)
+    return np.concatenate(selected), np.concatenate(labels)
 
 
 def ranges(sizes: I64) -> I64:
     """0..size-1 for each size, one after the other."""
     starts = np.cumsum(sizes) - sizes
     return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
+
+
+def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
+    """Slices of consecutive items whose first tokens are in the same block of `limit` tokens."""
+    piece = (np.cumsum(sizes) - sizes) // limit
+    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(edges):
+        yield slice(start, end)

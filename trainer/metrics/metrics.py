@@ -24,6 +24,7 @@ TEXTS = ("kind", "alarm", "text")
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
+_TAIL_BYTES = 8192  # of the newest lines
 _OF_SCORES = ("validation", "alarm")  # kinds of lines of the weights with which a start begins
 
 
@@ -244,11 +245,19 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
 
 
 def read_last_step(path: Path) -> dict[str, Any] | None:
-    """The newest step's line; None before the first. A last line without its end is skipped."""
+    """The newest step's line, read from the end of the file; None before the first. One without its end is skipped."""
     if not path.is_file():
         return None
-    lines = map(_decoded, reversed(path.read_bytes().split(b"\n")[:-1]))
-    return next((line for line in lines if line is not None and line["kind"] == "step"), None)
+    size, tail = path.stat().st_size, _TAIL_BYTES
+    with path.open("rb") as stream:
+        while True:
+            stream.seek(max(0, size - tail))
+            lines = stream.read().split(b"\n")[:-1]
+            newest = map(_decoded, reversed(lines if tail >= size else lines[1:]))  # the first may begin within a line
+            line = next((line for line in newest if line is not None and line["kind"] == "step"), None)
+            if line is not None or tail >= size:
+                return line
+            tail *= 8
 
 
 def find_step(path: Path, step: int) -> dict[str, Any] | None:

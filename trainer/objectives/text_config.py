@@ -121,7 +121,7 @@ class SimcseConfig(TextObjectiveConfig):
             )
             return [
                 f"objective.supervised = {value}: the shards hold {kind}; set it to {other}, or prepare {kinds} "
-                "(content.kind)"
+                f"(content.kind={kinds})"
             ]
         if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "required_labels", ())):
             return [

@@ -128,7 +128,8 @@ class UncorrectedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is computed again
         """One update of every parameter that has a gradient."""
-        del closure
+        if closure is not None:
+            raise TypeError("a closure is not called: the loss of a step is computed before")
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
