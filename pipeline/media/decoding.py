@@ -174,16 +174,30 @@ class _Child:
         batches.close()
         answers.close()
         self.is_new = True
+        self.files: Sequence[bytes] | None = None
+        """The batch whose answers are awaited."""
 
     def answer(self, content: str, files: Sequence[bytes]) -> list[Answer] | None:
-        """The answers to a batch; None if the process ended before it had sent them."""
+        """The answers to a batch; None if the process ended before it had sent them.
+
+        Raises:
+            InterruptedError: nobody waits for the answers any more.
+        """
+        self.files = files
         try:
             self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
             answers = _DECODER.decode(self._answers.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if self.files is None:
+                raise InterruptedError("the batch was abandoned") from error
             return None
-        self.is_new = False
+        self.is_new, self.files = False, None
         return answers
+
+    def kill(self) -> None:
+        """Ends the process at once, whatever it does."""
+        self.files = None
+        self._process.kill()
 
     def end(self) -> int:
         """Waits for the end of a process whose answers have ended; returns its exit status."""
@@ -206,14 +220,28 @@ def decode(content: MediaContent | str, files: Sequence[bytes], limits: Limits) 
 
     Raises:
         OSError: the process was killed from outside, or cannot start.
+        InterruptedError: the batch was abandoned.
     """
     key = content if isinstance(content, str) else content.model_dump_json()
     with _turns:
-        answers = _child(limits).answer(key, files) if files else []
-        if answers is None:  # one of the files has ended the process
-            _children.pop(limits).end()
-            answers = [_alone(key, data, limits) for data in files]
+        try:
+            answers = _child(limits).answer(key, files) if files else []
+            if answers is None:  # one of the files has ended the process
+                _children.pop(limits).end()
+                answers = [_alone(key, data, limits) for data in files]
+        except BaseException:  # a signal can come between a batch and its answers, which the next batch would get
+            if child := _children.pop(limits, None):
+                child.kill()
+                child.end()
+            raise
     return answers
+
+
+def abandon(files: Sequence[bytes]) -> None:
+    """Ends the decoding of a batch for whose answers nobody waits any more: it can take minutes."""
+    for child in tuple(_children.values()):
+        if child.files is files:
+            child.kill()
 
 
 def _child(limits: Limits) -> _Child:

@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 
 from declutr.common.errors import missing_extra
-from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Limits, decode
+from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Limits, abandon, decode
 from declutr.pipeline.readers.blobs import document_kind
 from declutr.pipeline.readers.corpus import (
     Blob,
@@ -125,13 +125,17 @@ def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS)
         pieces = batches(
             records, lambda record: len(record.data) if isinstance(record, Blob) else 0, _BATCH_BYTES, _BATCH_FILES
         )
-        for batch in chain(pieces, [list[Record]()]):  # the empty batch ends the last one
-            waiting = [labelled(record, content.label) for record in batch]
-            answers = iter(decoding.result())
-            rows = [_row(record, next(answers)) if isinstance(record, Blob) else record for record in sent]
-            blobs = [record.data for record in waiting if isinstance(record, Blob)]
-            sent, decoding = waiting, waiter.submit(decode, content, blobs, limits)
-            yield from rows
+        blobs = list[bytes]()
+        try:
+            for batch in chain(pieces, [list[Record]()]):  # the empty batch ends the last one
+                waiting = [labelled(record, content.label) for record in batch]
+                answers = iter(decoding.result())
+                rows = [_row(record, next(answers)) if isinstance(record, Blob) else record for record in sent]
+                blobs = [record.data for record in waiting if isinstance(record, Blob)]
+                sent, decoding = waiting, waiter.submit(decode, content, blobs, limits)
+                yield from rows
+        finally:
+            abandon(blobs)  # `waiter` would wait for it after an error, or where no more rows are wanted
 
 
 def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> Records:

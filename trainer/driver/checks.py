@@ -84,19 +84,25 @@ def _manifest_problems(plan: RunPlan) -> list[str]:
     return problems
 
 
+def share_problems(plan: RunPlan) -> list[str]:
+    """The problems of a share of the training rows that fills no batch: its order has no end."""
+    config = plan.config
+    if plan.tasks[""].part is None:
+        return []
+    return [
+        f"data_fraction = {config.data_fraction}: leaves {size} training {plan.manifest.noun} of {place}, fewer "
+        f"than the {need} that batch_documents = {config.batch_documents} may need; increase it"
+        for place, size, need in zip(
+            config.places, plan.training_shards[""].sizes, plan.orders[""].most_in_batch(), strict=True
+        )
+        if size < need
+    ]
+
+
 def load_problems(plan: RunPlan) -> list[str]:
     """Problems that show when shards are opened, and when objective and encoder are loaded, with transformers."""
     config, main = plan.config, plan.tasks[""]
-    problems = []
-    if main.part is not None:
-        problems += [
-            f"data_fraction = {config.data_fraction}: leaves {size} training {plan.manifest.noun} of {place}, fewer "
-            f"than the {need} that batch_documents = {config.batch_documents} may need; increase it"
-            for place, size, need in zip(
-                config.places, plan.training_shards[""].sizes, plan.orders[""].most_in_batch(), strict=True
-            )
-            if size < need
-        ]
+    problems = share_problems(plan)
     # A run with a checkpoint has passed the other checks. Loading transformers would take seconds of each resume, and
     # the workers name what has changed since.
     if steps_in(plan.folder / CHECKPOINTS):

@@ -13,7 +13,7 @@ from declutr.pipeline.shards.manifest import SPLITS
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.driver.checks import data_problems
+from declutr.trainer.driver.checks import data_problems, share_problems
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.run import RunPlan
@@ -143,6 +143,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         for name, task in plan.tasks.items()
         for problem in (data_problems(task, plan.corpora[name]) if name in plan.corpora else ())
     ]
+    problems = problems or share_problems(plan)
     if problems:
         raise UsageError("\n".join(problems))
     tasks = {
