@@ -4,8 +4,11 @@ Until the output is complete, a hidden folder next to it holds a part and a side
 """
 
 import contextlib
+import fcntl
 import fnmatch
 import glob
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
@@ -20,7 +23,6 @@ from numpy.typing import DTypeLike
 from declutr.common.config import load_config
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
-from declutr.common.lock import LOCK, RunLock
 from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.embedding.note import Note, note_path, read_note
@@ -50,6 +52,7 @@ from declutr.pipeline.job.units import Unit
 SMALL_MIB = 16
 """Input below which this process embeds, because Ray's start would take longer than it saves."""
 _MIB = 2**20
+_LOCK = ".lock"
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
 """Maximum restarts of a worker that dies; an input that crashes a library would otherwise restart it for ever."""
@@ -157,7 +160,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     if output.exists() and not note_path(output).exists() and not folder.is_dir():
         raise UsageError(f"--output {output}: exists and is not of `declutr embed`; name another file")
     folder.mkdir(parents=True, exist_ok=True)
-    with RunLock(folder, lambda: get_logger().error("%s: another command has taken over", output)):
+    with _alone(folder, output):
         sidecars = _run(config, units, identities, folder, encoder)
         skipped = sum((Counter(sidecar.skipped) for sidecar in sidecars), Counter[str]())
         note = Note(
@@ -174,12 +177,28 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         if sentence := note.sentence():
             get_logger().warning("%s%s", sentence, "" if config.passages else "; --passages embeds all of a text")
         write_text(note_path(output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
-        for path in folder.iterdir():  # after the note, or a kill would leave neither
-            if path.name != LOCK:
-                path.unlink()
-    with contextlib.suppress(OSError):  # another command has begun there
-        folder.rmdir()
+        shutil.rmtree(folder)  # after the note, or a kill would leave neither
     return note
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, output: Path) -> Iterator[None]:
+    """Lock the folder of the parts for this command, until it or its process ends.
+
+    Raises:
+        UsageError: another command holds the lock.
+    """
+    path = folder / _LOCK
+    with path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another command may end, and remove the folder, between `open` and `flock`.
+            locked = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+        except BlockingIOError:
+            locked = False
+        if not locked:
+            raise UsageError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
+        yield
 
 
 def _assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig, size: int) -> int:

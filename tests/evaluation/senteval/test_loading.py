@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
-from sentevaldata import PROBING, SLICES, write, write_binary, write_rest, write_retrieval
+from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval
 
 from declutr.common.errors import DataError, MissingDataError, UsageError
 from declutr.evaluation.senteval.data import inspect, load
@@ -147,14 +147,10 @@ def test_sentences_of_a_task_are_listed_once(folder):
         ("STS13", "downstream/STS/STS13-en-test/STS.gs.FNWN.txt", "5\n", ("STS.input.FNWN.txt 4", "STS.gs.FNWN.txt 1")),
         ("Tense", "probing/past_present.txt", "tr\tPAST\tIt was .\nva\tPAST\tSo .\n", "no test rows"),
         ("Tense", "probing/past_present.txt", "tr\tA\tx\nva\tA\ty\nte\tB\tz\n", ("test", "train", "B")),
-        ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "<!DOCTYPE html>"),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "web page"),
         ("SST2", "downstream/SST/binary/sentiment-dev", "", ("empty", "download")),
-        (
-            "Tense",
-            "probing/past_present.txt",
-            "version https://git-lfs.github.com/spec/v1\n",
-            ("line 1", "version https"),
-        ),
+        ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        ("MR", "data/mr/rt-polarity.pos", "PK\3\4\0\0", "zero bytes"),
     ],
 )
 def test_unreadable_line_is_named(folder, tmp_path, name, file, text, said):
@@ -163,6 +159,19 @@ def test_unreadable_line_is_named(folder, tmp_path, name, file, text, said):
     write(tmp_path, file, text)
     with pytest.raises(DataError, match=all_of(said)):
         load(find(name), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
+def test_real_sets_are_read_whole():
+    """Numbers of rows are those that SentEval's own loaders gave."""
+    sizes = {
+        **{"MR": (10662,), "SST2": (67349, 872, 1821), "TREC": (5452, 500), "SICKEntailment": (4500, 500, 4927)},
+        **{"STSBenchmark": (5749, 1500, 1379), "STS12": (750, 750, 459, 750, 399), "Length": (4228, 747, 4895)},
+        "Tense": (8423, 1487, 9927),
+    }
+    for name, expected in sizes.items():
+        assert tuple(len(split) for split in load(find(name), COMPLETE).splits.values()) == expected, name
 
 
 @pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")

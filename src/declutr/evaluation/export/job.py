@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,31 +126,42 @@ def card(config: ExportConfig, figures: dict[str, Any]) -> str:
     prompt = f"\nPut this prompt before every text: {figures['prompt']!r}." if figures["prompt"] else ""
     use = _TABLE if table else _GRAPH.format(prompt=prompt)
     integers = _INTEGERS if config.to == "onnx-int8" else ""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _flat(figures))
-    hardware = figures["hardware"]
+    rows = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in _rows(figures))
+    hardware, same = figures["hardware"], figures.get("texts_of_ranges")
+    ranges = f" ({same} of them set the ranges of the integers, which flatters the cosine)" if same else ""
+    low, high = figures["speedup_range"]
     return f"""{head}# {Path(config.model).name} {_TITLES[config.to]}
 
 {use}{integers}
 ## Measurement
-Scores before and after, and texts a second in {_ROUNDS} rounds in turns within one process, tokenization included.
-*Hardware:* {hardware["cpu"]}, {hardware["threads"]} threads, load {hardware["load_average"]}.
-`measurement.json` has versions and the command too.
-
-| figure | value |
-| --- | ---: |
+| | encoder | export |
+| --- | ---: | ---: |
 {rows}
+
+{figures["speedup"]:.2f} times as fast ({low:.2f} to {high:.2f}) as {figures["compared_with"]} in float32, on
+{figures["texts"]} texts{ranges}, in turns within one process, tokenization included.
+*Hardware:* {hardware["cpu"]}, {hardware["threads"]} threads, load {hardware["load_average"]}.
+`measurement.json` has all figures, versions and the command.
 """
 
 
-def _flat(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Names and texts of the numbers of a measurement, without those of the machine."""
-    for name, value in figures.items():
-        if isinstance(value, Mapping) and name not in ("hardware", "versions"):
-            yield from _flat(value, f"{above}{name}.")
-        elif isinstance(value, float):
-            yield above + name, f"{value:,.{2 if abs(value) >= 10 else 4}f}"
-        elif isinstance(value, int):
-            yield above + name, f"{value:,}"
+def _rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name of a figure, and its values of encoder and export."""
+    before = figures["bytes_before"]
+    rows = [
+        ("bytes of weights", f"{before:,}" if before else "", f"{figures['bytes']:,}"),
+        ("numbers of an embedding", str(figures["size_before"]), str(figures["size"])),
+    ]
+    if figures["cosine"] is not None:
+        rows.append(("cosine to the encoder, mean", "", f"{figures['cosine']:.4f}"))
+        rows.append(("cosine to the encoder, least", "", f"{figures['cosine_least']:.4f}"))
+    if "stsb_before" in figures:
+        rows.append(("STS-B test, Spearman", f"{figures['stsb_before']:.2f}", f"{figures['stsb_after']:.2f}"))
+    for name, scores in figures.get("pairs", {}).items():
+        rows.append((f"{name} of your pairs, %", f"{100 * scores['before']:.1f}", f"{100 * scores['after']:.1f}"))
+    speeds = figures["texts_per_second"]
+    rows.append(("texts a second", f"{speeds['torch']:,}", f"{speeds['export']:,}"))
+    return rows
 
 
 MEASUREMENT = "measurement.json"

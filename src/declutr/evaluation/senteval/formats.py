@@ -57,14 +57,22 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
     of the official loaders use it, others iterate over the file.
 
     Raises:
-        DataError: the file is missing, empty, or not text in that encoding; the message names the first bad line.
+        DataError: the file is missing, empty, or not text in that encoding (the message names the first bad line), or a
+            pickle, LFS pointer or web page is in its place.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    if not content:
-        raise DataError(f"{path} is empty: its download failed")
+    head = content[:512].lstrip().lower()
+    for problem, is_so in (  # what failed downloads leave in place of a file
+        ("is empty: its download failed", not content),
+        ("is a web page, not data: its address is dead", head.startswith((b"<!doctype", b"<html", b"<?xml"))),
+        ("is a Git LFS pointer, not data: `git lfs pull` fetches it", head.startswith(b"version https://git-lfs")),
+        ("holds zero bytes, so it is not text: an archive, a pickle, or UTF-16", b"\0" in content[:4096]),
+    ):
+        if is_so:
+            raise DataError(f"{path} {problem}")
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
