@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from messages import all_of, says
+from messages import says
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from volumes import small_volume
 from waiting import until
@@ -94,6 +94,7 @@ def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
 INSTALLED = getattr(find_spec("wandb"), "origin", None) is not None
 with_wandb = pytest.mark.skipif(not INSTALLED, reason="the package wandb is missing: pip install -e '.[wandb]'")
 without_wandb = pytest.mark.skipif(INSTALLED, reason="the package wandb is installed")
+FACTS = {"run": "/runs/mine", "host": "here", "config_hash": "1", "data_hash": "2"}
 KEY = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -105,7 +106,7 @@ def take(writer, steps):
 
 def start_wandb(folder, **changes):
     config = WandbConfig(**{"mode": "offline"} | changes)
-    return {"Weights & Biases": partial(wandb_run, config, folder, {"optim": {"lr": 0.1}})}
+    return {"Weights & Biases": partial(wandb_run, config, folder, FACTS, {"optim": {"lr": 0.1}})}
 
 
 def wait_for_lines(writer, number):
@@ -221,14 +222,19 @@ def test_loggers_are_off_by_default():
     assert WandbConfig().mode == "disabled"
 
 
-def test_id_of_a_run_is_kept_and_no_other_run_has_it(tmp_path, log):
-    identity = run_id(tmp_path)
+def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
+    one, other, fork = (tmp_path / name for name in ("one", "other", "fork"))
+    for folder in (one, other, fork):
+        folder.mkdir()
+    identity = run_id(one, FACTS)
+    assert run_id(other, FACTS) == identity
+    assert run_id(fork, FACTS | {"run": "/runs/fork"}) != identity
     assert len(identity) == 16
-    assert run_id(tmp_path) == identity
-    (tmp_path / WANDB_ID).write_text("{")
-    assert run_id(tmp_path) != identity, "as of another run"
+    assert run_id(one, FACTS | {"run": "/moved", "host": "there"}) == identity
+    (one / WANDB_ID).write_text("{")
+    assert run_id(one, FACTS) == identity
     assert WANDB_ID in "\n".join(log)
-    assert json.loads((tmp_path / WANDB_ID).read_text()) == {"id": run_id(tmp_path)}
+    assert json.loads((one / WANDB_ID).read_text()) == {"id": identity}
 
 
 @without_wandb
@@ -240,10 +246,19 @@ def test_a_missing_package_is_named_before_ray_with_the_command_that_installs_it
     (tmp_path / "wandb").mkdir()  # as W&B leaves it
     monkeypatch.syspath_prepend("")
     assert place_problems(wanted) == [problem]
-    with pytest.raises(ImportError, match=all_of(problem)), start_wandb(tmp_path)["Weights & Biases"]():
-        pass  # as on the host of a worker
     for mode in ("disabled", 5, None):
         assert place_problems({"metrics": {"wandb": {"mode": mode}}}) == []
+
+
+@without_wandb
+def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path, log):
+    writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path))
+    take(writer, range(1, 6))
+    writer.flush()
+    writer.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 6))
+    assert "\n".join(log).count("pip install 'declutr-ray[wandb]'") == 1
+    assert "Weights & Biases lacks the last lines of metrics (5 or more)" in "\n".join(log)
 
 
 def synced(folder):
@@ -283,7 +298,7 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
         writer.close()
         time.sleep(1)  # the names of W&B's folders are seconds
     first, second = synced(tmp_path)
-    assert first[0] == second[0] == json.loads((tmp_path / WANDB_ID).read_text())["id"] == run_id(tmp_path)
+    assert first[0] == second[0] == json.loads((tmp_path / WANDB_ID).read_text())["id"] == run_id(tmp_path, FACTS)
     assert [(line["_step"], line["step/loss"]) for line in first[1]] == [(step, step / 8) for step in range(1, 8)]
     assert [line["_step"] for line in second[1]] == [6, 7, 8, 9]
     assert second[1][-1]["validation/mrr"] == 0.5
@@ -293,19 +308,17 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
 
 @with_wandb
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["refused", "killed"])  # in this order: the package starts its process once
+@pytest.mark.parametrize("fault", ["kill", "refused"])
 def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkeypatch, fault):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setitem(loggers._WANDB_SETTINGS, "init_timeout", 2.0)
     changes = {"mode": "online", "base_url": "http://127.0.0.1:9"} if fault == "refused" else {}
     writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path, **changes))
     take(writer, range(1, 4))
     wait_for_lines(writer, 3)
-    if fault == "killed":
-        for process in psutil.Process().children():
-            if process.name() == "wandb-core":
-                process.kill()
-                process.wait()
+    [process] = [child for child in psutil.Process().children() if loggers.__name__ in child.cmdline()]
+    if fault == "kill":
+        process.kill()
+        process.wait()
     take(writer, range(4, 9))
     writer.flush()
     began = time.monotonic()
@@ -315,6 +328,7 @@ def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkey
     assert "\n".join(log).count("Weights & Biases gets no more metrics") == 1
     assert "Weights & Biases lacks" in "\n".join(log)
     assert KEY not in "\n".join(log)
+    assert not process.is_running()
 
 
 def test_a_continued_run_shows_the_steps_of_earlier_starts(capsys):

@@ -1,19 +1,23 @@
 """TensorBoard, Weights & Biases and a progress bar: views of metrics. None of them can stop a run or make it wait."""
 
+import json
 import os
 import queue
-import secrets
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import DamagedError, missing_extra
-from declutr.common.storage import read_record, write_json
+from declutr.common.storage import hash_json, read_record, write_json
 from declutr.common.watcher import Watcher
 from declutr.trainer.metrics.config import WandbConfig
 
@@ -23,9 +27,7 @@ WANDB_ID = "wandb.json"
 _NOT_SHOWN = ("kind", "step", "time", "batch_digest")
 _BAR_SECONDS = 0.5
 _MOST_WAITING = 10_000  # lines for a program that hangs, about 10 MiB
-_LAST_SECONDS = 13.0  # for the end of a program, above the next: a server that is gone then has its own message
-_INIT_SECONDS = 30.0  # for the first answer of W&B's server
-_UPLOAD_SECONDS = 8.0  # for W&B to send the last lines; its hook at the end of the process waits no longer either
+_UPLOAD_SECONDS, _END_SECONDS, _LAST_SECONDS = 8.0, 10.0, 13.0  # to send the last lines, to end, to wait for the end
 _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CREDENTIALS_FILE")
 # Nothing but metrics and the settings of the run is collected.
 _WANDB_SETTINGS = {
@@ -34,8 +36,6 @@ _WANDB_SETTINGS = {
     "disable_git": True,
     "disable_job_creation": True,
     "finish_timeout": _UPLOAD_SECONDS,
-    "finish_timeout_raises": True,
-    "init_timeout": _INIT_SECONDS,
     "save_code": False,
     "silent": True,
     "x_disable_machine_info": True,
@@ -150,8 +150,13 @@ def missing_wandb(mode: str) -> str | None:
     return absent and f"{absent}, or set it to disabled"
 
 
-def run_id(folder: Path) -> str:
-    """Id of the W&B run of the run in a folder: drawn once and stored there, so that a moved run keeps it."""
+def run_id(folder: Path, facts: Mapping[str, str]) -> str:
+    """Id of the W&B run of a run: the stored one, so that a moved run keeps it; else a hash of `facts`, then stored.
+
+    Args:
+        folder: folder of the run.
+        facts: what tells this run from any other: its place, host, settings and data.
+    """
     path = folder / WANDB_ID
     try:
         return read_record(path, _Stored).id
@@ -159,7 +164,7 @@ def run_id(folder: Path) -> str:
         pass
     except DamagedError as error:
         get_logger().warning("%s: writing it again", error)
-    identity = secrets.token_hex(8)
+    identity = hash_json(dict(facts))[:16]
     write_json(path, {"id": identity})
     return identity
 
@@ -171,38 +176,81 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def wandb_run(config: WandbConfig, folder: Path, settings: dict[str, Any]) -> Iterator[Log]:
+def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], settings: dict[str, Any]) -> Iterator[Log]:
     """Weights & Biases: a run in its folder `wandb` in the folder of the run, and at the server in mode online.
+
+    The package has a process of its own, because it hooks `sys.exit` and delays the end of its process.
 
     Args:
         config: settings of W&B.
         folder: folder of the run.
+        facts: as for `run_id`.
         settings: settings of the run, which W&B shows.
 
     Raises:
         ImportError: the package is missing.
+        OSError: the package has failed, or its server does not answer.
     """
     if problem := missing_wandb(config.mode):
         raise ImportError(problem)
+    server = {} if config.base_url is None else {"base_url": config.base_url}
+    arguments = {
+        "mode": config.mode,
+        "project": config.project,
+        "entity": config.entity,
+        "id": run_id(folder, facts),
+        "name": folder.name,
+        "dir": str(folder),
+        "config": settings,
+        "settings": _WANDB_SETTINGS | server,
+    }
     # Settings alone decide what is sent, and where; reports of errors would go to W&B from an offline run too.
-    for name in [name for name in os.environ if name.startswith("WANDB_") and name not in _CREDENTIALS]:
-        del os.environ[name]
-    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {name: os.environ[name] for name in _CREDENTIALS if os.environ.get(name)}
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            cwd=folder,  # a folder with settings of W&B elsewhere has no effect
+            env=environment | {"WANDB_ERROR_REPORTING": "false"},
+            start_new_session=True,  # Ctrl-C must not end it before the training
+        ) as process,
+    ):
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(arguments).encode() + b"\n")
+            yield partial(_send, process.stdin)
+            process.stdin.close()
+            if process.wait(_END_SECONDS):
+                raise BrokenPipeError
+        except subprocess.TimeoutExpired:
+            raise OSError(f"its server did not take the last lines in {_END_SECONDS:g} s") from None
+        except BrokenPipeError:
+            process.wait()
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            raise OSError(lines[-1] if lines else f"its process {process.pid} has ended") from None
+        finally:
+            process.kill()  # the package waits for its server when a process ends: minutes for one that is gone
+
+
+def _send(pipe: IO[bytes], line: Mapping[str, Any]) -> None:
+    pipe.write(json.dumps(line).encode() + b"\n")
+    pipe.flush()
+
+
+def pass_on() -> None:
+    """Passes lines of standard input to W&B until it ends; the first line has the arguments of `wandb.init`."""
+    arguments = json.loads(sys.stdin.readline())
     import wandb
 
-    server = {} if config.base_url is None else {"base_url": config.base_url}
-    with wandb.init(
-        mode=config.mode,
-        project=config.project,
-        entity=config.entity,
-        id=run_id(folder),
-        name=folder.name,
-        dir=folder,
-        config=settings,
-        settings=wandb.Settings(**_WANDB_SETTINGS, **server),
-        resume="allow",
-    ) as run:
-        yield lambda line: run.log(tags(line), step=line["step"])
+    run = wandb.init(**arguments | {"settings": wandb.Settings(**arguments["settings"])}, resume="allow")
+    for line in map(json.loads, sys.stdin):
+        run.log(tags(line), step=line["step"])
+    run.finish()
 
 
 class ProgressBar(Watcher):
@@ -251,3 +299,7 @@ class ProgressBar(Watcher):
             f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
             + ("" if line["mfu"] is None else f" MFU {line['mfu']:.1%}")
         )
+
+
+if __name__ == "__main__":
+    pass_on()

@@ -1,6 +1,7 @@
 """The training loop of every worker: resume, get a batch, step, log, validate, save."""
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -160,8 +161,9 @@ class TrainingLoop:
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings, memory_mib())
         loggers = dict[str, Callable[[], AbstractContextManager[Log]]]()
         if config.metrics.wandb.mode != "disabled":
-            settings_shown = config.model_dump(mode="json")
-            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, settings_shown)
+            facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
+            config_values = config.model_dump(mode="json")
+            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 

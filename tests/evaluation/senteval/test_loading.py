@@ -150,7 +150,7 @@ def test_sentences_of_a_task_are_listed_once(folder):
         ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "web page"),
         ("SST2", "downstream/SST/binary/sentiment-dev", "", ("empty", "download")),
         ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
-        ("MR", "data/mr/rt-polarity.pos", "PK\3\4\0\0", "zero bytes"),
+        ("MR", "downstream/MR/rt-polarity.pos", "PK\3\4\0\0", "zero bytes"),
     ],
 )
 def test_unreadable_line_is_named(folder, tmp_path, name, file, text, said):
