@@ -23,6 +23,10 @@ MIN_NUMBER = 1e-37
 """Smallest magnitude of a number that is not 0; smaller ones are 0 in single precision."""
 MAX_SEED = 2**63 - 1
 """Largest seed."""
+_GONE = {
+    "scaling.straggler_factor": "remove it; tokens_per_second and data_wait_share of metrics.jsonl show a slow run"
+}
+"""What to do about a key that earlier versions had."""
 _SHOWN_CHARACTERS = 40
 
 
@@ -152,19 +156,24 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
         path: the key and the sections above it.
         model: model of the whole section.
     """
+    if advice := _GONE.get(".".join(path)):
+        return f", which is no setting any more: {advice}"
     *parents, last = path
+    own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
     if kinds := choices_of([section for section in sections if last in section.model_fields], "kind"):
         key = ".".join([*parents, "kind"])
         return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
-    everywhere = {".".join(key): ".".join(key) for key in _keys((model,))}
-    by_name = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    word = OTHER_WORDS.get(last, last)
-    for choices in (beside, by_name, everywhere):
-        if word in choices:
-            return f"; did you mean `{choices[word]}`?"
-    for word, choices in ((last, beside), (last, by_name), (".".join(path), everywhere)):
+    everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
+    same = [key for key in everywhere if f".{key}".endswith(f".{own_word}")]
+    same = [beside[own_word]] if own_word in beside else [key for key in same if ".NAME." not in key] or same
+    if 0 < len(same) <= 3:
+        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    # a key of the same parents would be near by them alone, whatever its name
+    other_places = {key: key for key in everywhere if key not in beside.values() and key != ".".join(parents)}
+    for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
         if near := nearest(word, choices):
             return f"; did you mean `{choices[near]}`?"
     return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model)
