@@ -115,7 +115,11 @@ class Nodes:
         )
         self.address = str(self._cluster.address)
         self.nodes: list[Any] = []
-        self.add(number)
+        try:
+            self.add(number)
+        except BaseException:  # nobody else knows of the cluster yet
+            self.close()
+            raise
 
     def add(self, number: int = 1) -> None:
         """Start nodes in parallel; return when all have joined."""
