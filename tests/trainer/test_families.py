@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from families import OTHERS, PACKED, REFUSED, TRAINED
+from families import OTHERS, PACKED, PADDED, REFUSED, TRAINED
 from groups import run_group
 from measures import deviation
 from messages import all_of
@@ -145,6 +145,11 @@ def test_any_draw_is_found():
     between = encoder.model.base_model.encoder.layer[0].output
     between.register_forward_hook(lambda *given: torch.nn.functional.dropout(given[2], 0.1, given[0].training))
     assert not drops_by_key(encoder)
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_dropout_of_padded_families_trains(family):
+    assert all(map(math.isfinite, taken(Communicator(), family, None, 60, 0.2, 2)))
 
 
 def sharded(comm, families):

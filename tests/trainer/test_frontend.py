@@ -4,13 +4,14 @@ import io
 
 import numpy as np
 import pytest
+import tinyruns as runs
 import torch
 from families import PACKED, PADDED
 from measures import deviation
 from mediafiles import picture, png, sound, stored, tone
 from messages import all_of, says
 from PIL import Image, ImageOps
-from preparing import prepare_media
+from preparing import prepare_media, prepare_rows
 from rows import image_rows
 from tiny import VOCABULARY, family_encoder, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
@@ -18,6 +19,7 @@ from transformers import BertConfig, ViTConfig, ViTModel
 from declutr.common.errors import EncoderError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import new_frontend
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import PatchBatch
 from declutr.trainer.driver.continuation import neighbours_of
 from declutr.trainer.model.config import FrontendConfig
@@ -28,6 +30,7 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, nearest_accuracy
 from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.train import run_training
 
 SIZES = {"patch_size": (4, 4), "image_size": 8}
 
@@ -230,3 +233,25 @@ def test_summary_names_the_accuracy_before_and_after():
     summary = {"first_scores": first, "last_scores": first | {"image_nn_accuracy": 0.75, "audio_nn_accuracy": 0.5}}
     assert neighbours_of(summary) == ["image_nn_accuracy 0.2500 at the start, 0.7500 at the end"]
     assert neighbours_of({"first_scores": {}, "last_scores": {}}) == []
+
+
+@pytest.mark.slow
+def test_run_with_images_has_the_accuracy_before_and_after(classes, tmp_path):
+    texts = [{"text": f"words of the sentence {number} and {number % 7} more"} for number in range(60)]
+    data, _ = prepare_rows(tmp_path / "sentences", "sentences", texts)
+    image = {"data": str(classes[0]), "objective": {"kind": "supcon"}, "batch_documents": 4}
+    values = runs.train_values(
+        data,
+        tmp_path / "run",
+        steps=2,
+        objective={"kind": "simcse", "max_tokens": 12},
+        encoder={"dropout": 0.1},
+        auxiliary_tasks={"image": image | {"frontend": {"image_size": 16, "patch_size": [8, 8]}}},
+        validation={"every_steps": 2},
+        scaling={"num_workers": 0},
+    )
+    del values["spans"]
+    summary = run_training(TrainConfig.model_validate(values))
+    assert summary["first_scores"]["image_nn_accuracy"] > 0.5
+    [line] = neighbours_of(summary)
+    assert line.startswith("image_nn_accuracy ")

@@ -328,6 +328,16 @@ def test_lengths_follow_the_laws_of_all_spans_and_places_are_spread():
     assert ((1000 - last) / left).mean() == pytest.approx(1 / 3, abs=0.02)
 
 
+def test_a_documents_spans_are_its_own_and_the_seeds():
+    lengths, longest, keys = np.array([300, 900, 5000]), np.full(3, 64), np.array([5, 6, 7], np.uint64)
+    together = pairs(ADJACENT, lengths, longest, 3, keys)
+    for number in range(3):
+        own = slice(number, number + 1)
+        alone = pairs(ADJACENT, lengths[own], longest[own], 3, keys[own])
+        assert all(np.array_equal(one, every[own]) for one, every in zip(alone, together, strict=True))
+    assert not np.array_equal(pairs(ADJACENT, lengths, longest, 4, keys)[0], together[0])
+
+
 def scored(folder, texts):
     """Held-out scores of random weights, which tell little more than which tokens two spans share; and embeddings."""
     write_prepared(folder, [[Row(texts[0]), *(Row(text, "held-out") for text in texts[1:])]])

@@ -17,6 +17,7 @@ from states import state_of
 from tiny import (
     HALF,
     OBJECTIVES,
+    contrastive,
     documents,
     rank_batch,
     run_out_of_memory,
@@ -28,6 +29,7 @@ from tiny import (
 from torch import nn
 from transformers import get_scheduler
 
+from declutr.common import seeding
 from declutr.common.errors import CheckpointError, UsageError
 from declutr.trainer import verify
 from declutr.trainer.checkpoints import checkpoint
@@ -77,6 +79,26 @@ def test_released_scaling_is_a_number_that_one_worker_repeats():
     assert scaled[0] == off[0]  # the loss that is shown is not divided
     assert deviation(scaled[3], [m + (g - m) / 4 for g, m in zip(off[3], mlm[3], strict=True)]) < 1e-10
     assert deviation(scaled[3], off[3]) > 1e-2
+
+
+def test_the_padded_layouts_second_pass_replays_torchs_dropout():
+    """Two passes equal one graph through all the pieces, each with its own seeded attention dropout."""
+    encoder = {"dropout": 0.3, **PROJECTION, "layout": "padded"}
+    train_step, batch = setup({"masking": HALF}, encoder=encoder, microbatch_tokens=40)
+    pieces = batch.spans.microbatches(40)
+    two_passes = gradients(train_step, batch)
+    outputs = []
+    for number, piece in enumerate(pieces):
+        torch.manual_seed(seeding.torch_seed(0, "dropout", 1, 0, number))
+        outputs.append(train_step.encoder(piece))
+    embeddings, mlm_sum = torch.cat([e for e, _ in outputs]), sum(loss for _, loss in outputs)
+    objective = train_step.tasks[0].objective
+    loss = contrastive(objective, objective.views(embeddings, batch))
+    train_step.optimizer.zero_grad()
+    (loss + mlm_sum / two_passes[2]).backward()
+    one_graph = [torch.zeros_like(p) if p.grad is None else p.grad for p in train_step.encoder.parameters()]
+    assert deviation(two_passes[:2], [loss, mlm_sum]) < 1e-12
+    assert deviation(two_passes[3], one_graph) < 1e-10
 
 
 def test_a_step_leaves_the_global_generator_alone():

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import CASES, PAIRS, TEXTS, batch_of, train_steps_of
 from rows import sentences, text_rows
 from tiny import VOCABULARY, tiny_encoder
@@ -154,6 +155,16 @@ def test_equal_premises_of_two_rows_are_one_premise():
     premises = batch.facts["premise"].tolist()
     assert premises[:3] == premises[3:6] != premises[6:9]
     assert len(batch.facts["hypothesis"].unique()) == len(premises)
+
+
+def test_scl_without_contrast_is_cross_entropy():
+    views = torch.randn(4, 2, 16, dtype=torch.float64)
+    objective = objective_of("scl", contrastive_weight=0.0)
+    terms = objective.loss(pairs(views, [0, 1, 2, 0], [1, 1, 2, 3]))
+    u, v = views.unbind(1)
+    logits = objective.classifier(torch.cat([u, v, (u - v).abs()], dim=1))
+    assert set(terms) == {"classification"}
+    assert terms["classification"].item() == F.cross_entropy(logits, torch.tensor([0, 1, 2, 0])).item()
 
 
 def test_heads_are_exported_as_released():
