@@ -19,6 +19,7 @@ from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
 from declutr.common.storage import records
 from declutr.common.stores.folder import Folder
+from declutr.inspection.describe import describe
 from declutr.pipeline.config import config_hash
 from declutr.pipeline.job import worker
 from declutr.pipeline.job.output import HEARTBEATS, Output, plan_of
@@ -59,6 +60,7 @@ def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(
     assert finished_sidecar(unit, folder, config_hash(config)) == sidecar
     manifest = build_manifest([sidecar], info, config.geometry, {}, "")
     (folder / MANIFEST).write_text(manifest.model_dump_json())
+    says("\n".join(describe(folder, 0)), "1 failed: 1 invalid_utf8")
     splits = [ShardSet(folder, split) for split in ("train", "held-out")]
     rows = [row for split in splits for row in split.take(np.arange(split.num_documents)).to_pylist()]
     assert list(rows[0]) == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
