@@ -280,7 +280,7 @@ def _unsound(path: Path, row: int, problem: str) -> str:
     return f"{path}: document {row}: {problem}; delete it and prepare again"
 
 
-def _hash_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:
+def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
     """A problem if the checksum of a file is wrong."""
     path = folder / written.name
     if (digest := hash_file(path)) == written.sha256:
