@@ -1,17 +1,18 @@
-"""The rules of Gopher on quality and repetition: Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1.
+"""The rules of the filters: those of Gopher and C4, and those of boilerplate.
 
-The paper does not define words and lines. Here a word is text between whitespace, and blank lines do not count.
+Gopher on quality and repetition: Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1. The paper does not
+define words and lines. Here a word is text between whitespace, and blank lines do not count.
 
-Rules that remove lines: those of C4 (Raffel et al. 2020, JMLR 21, section 2.2), and boilerplate.
+C4: Raffel et al. 2020 (JMLR 21, section 2.2). Lines are removed first, then the remaining text is judged; two rules
+look at the whole page. The first version of the paper (October 2019) has five sentences and three words; the defaults
+here are those of the journal and of the released code. C4 also removes all but one of any three-sentence span that
+occurs more than once in the corpus. A single document cannot show this; see pipeline/duplicates for copies of
+documents.
 
-Lines are removed first, then the remaining text is judged; two rules look at the whole page. The first version of the
-paper (October 2019) has five sentences and three words; the defaults here are those of the journal and of the released
-code. C4 also removes all but one of any three-sentence span that occurs more than once in the corpus. A single document
-cannot show this; see pipeline/duplicates for copies of documents.
-
-The kinds follow the line-wise corrections of RefinedWeb (Penedo et al. 2023, arXiv:2306.01116, appendix G.2) and C4's
-list of policies; the phrases are the project's, and English. Only short lines are checked, so that an article about
-cookies keeps its paragraphs. Lines that are frequent over the whole corpus stay, because one document cannot show them.
+Boilerplate, whose lines are removed: the kinds follow the line-wise corrections of RefinedWeb (Penedo et al. 2023,
+arXiv:2306.01116, appendix G.2) and C4's list of policies; the phrases are the project's, and English. Only short lines
+are checked, so that an article about cookies keeps its paragraphs. Lines that are frequent over the whole corpus stay,
+because one document cannot show them.
 """
 
 import re

@@ -174,29 +174,28 @@ class _Child:
         batches.close()
         answers.close()
         self.is_new = True
-        self.files: Sequence[bytes] | None = None
-        """The batch whose answers are awaited."""
+        self.batch: Sequence[bytes] | None = None
+        """The batch with the files whose answers are awaited."""
 
-    def answer(self, content: str, files: Sequence[bytes]) -> list[Answer] | None:
-        """The answers to a batch; None if the process ended before it had sent them.
+    def answer(self, content: str, files: Sequence[bytes], batch: Sequence[bytes]) -> list[Answer] | None:
+        """The answers to files of a batch; None if the process ended before it had sent them.
 
         Raises:
-            InterruptedError: nobody waits for the answers any more.
+            InterruptedError: the batch was abandoned.
         """
-        self.files = files
+        self.batch = batch
         try:
             self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
             answers = _DECODER.decode(self._answers.recv_bytes())
         except (EOFError, OSError) as error:
-            if self.files is None:
+            if not batch:
                 raise InterruptedError("the batch was abandoned") from error
             return None
-        self.is_new, self.files = False, None
+        self.is_new, self.batch = False, None
         return answers
 
     def kill(self) -> None:
         """Ends the process at once, whatever it does."""
-        self.files = None
         self._process.kill()
 
     def end(self) -> int:
@@ -225,10 +224,10 @@ def decode(content: MediaContent | str, files: Sequence[bytes], limits: Limits) 
     key = content if isinstance(content, str) else content.model_dump_json()
     with _turns:
         try:
-            answers = _child(limits).answer(key, files) if files else []
+            answers = _child(limits).answer(key, files, files) if files else []
             if answers is None:  # one of the files has ended the process
                 _children.pop(limits).end()
-                answers = [_alone(key, data, limits) for data in files]
+                answers = [_alone(key, data, files, limits) for data in files]
         except BaseException:  # a signal can come between a batch and its answers, which the next batch would get
             if child := _children.pop(limits, None):
                 child.kill()
@@ -237,10 +236,11 @@ def decode(content: MediaContent | str, files: Sequence[bytes], limits: Limits) 
     return answers
 
 
-def abandon(files: Sequence[bytes]) -> None:
-    """Ends the decoding of a batch for whose answers nobody waits any more: it can take minutes."""
+def abandon(batch: list[bytes]) -> None:
+    """Ends the decoding of a batch for whose answers nobody waits any more, and empties it: it can take minutes."""
+    batch.clear()  # first, for a thread that has not yet sent it
     for child in tuple(_children.values()):
-        if child.files is files:
+        if child.batch is batch:
             child.kill()
 
 
@@ -250,14 +250,14 @@ def _child(limits: Limits) -> _Child:
     return _children[limits]
 
 
-def _alone(content: str, data: bytes, limits: Limits) -> Answer:
-    """The answer for one file, or the failure of one that ends its process.
+def _alone(content: str, data: bytes, batch: Sequence[bytes], limits: Limits) -> Answer:
+    """The answer for one file of a batch, or the failure of one that ends its process.
 
     Earlier files of a process must not decide, so such a file is tried again as the first of a new process.
     """
     while True:
         child = _child(limits)
-        if answers := child.answer(content, [data]):
+        if answers := child.answer(content, [data], batch):
             return answers[0]
         status = _children.pop(limits).end()
         if status == -signal.SIGPROF:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from declutr.common.console.terminal import shorten
 from declutr.pipeline.readers.corpus import (
     MIB,
     NO_TEXT,
@@ -33,6 +34,7 @@ MISSING_KEY = "missing_key"
 _DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
 _MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
 _FIELD_ROWS = 32
+_SHOWN_CHARACTERS = 200
 # Types of text, with the type that has the same bytes and does not promise UTF-8.
 _TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 
@@ -192,7 +194,8 @@ def missing_key(keys: Keys, columns: Any) -> str:
     """The message on a row without one of the keys, or with two columns of that name."""
     names = sorted(map(str, columns))
     setting, name = next(((s, n) for s, n in keys.items() if names.count(n) != 1), ("", ""))
-    return f"{missing((name,), names, 'key') or f'more than one key {name!r}'}; set {setting} to a key of the file"
+    doubled = f"more than one key {name!r}; found {shorten(str(names), _SHOWN_CHARACTERS)}"
+    return f"{missing((name,), names, 'key') or doubled}; set {setting} to a key of the file"
 
 
 def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_lines) -> Records:

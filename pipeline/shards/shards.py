@@ -16,7 +16,15 @@ from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.integrity import memory_problem, rows_problem, schema_problem
 from declutr.pipeline.shards.ledger import LedgerFile
-from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, joined_manifest, load_manifest
+from declutr.pipeline.shards.manifest import (
+    MANIFEST,
+    ListedShard,
+    Manifest,
+    Shard,
+    joined_manifest,
+    load_index,
+    load_manifest,
+)
 
 MOST_OPEN = 8192  # some 10 KiB each, and a memory map, of which a process may have 65,530
 
@@ -54,10 +62,9 @@ class ShardSet:
     ) -> None:
         self.folder, self.folders, self.part = folder, (folder, *others), part
         self._most_open = most_open
-        manifests = [load_manifest(path) for path in self.folders]
-        # Without the long lists, so that a copy for another process is small.
-        self._facts = manifests[0].model_copy(update={"shards": [], "ledgers": []})
-        listed = [[shard for shard in manifest.shards if shard.split == split] for manifest in manifests]
+        indexes = [load_index(path) for path in self.folders]
+        self._facts = indexes[0][0]
+        listed = [[shard for shard in shards if shard.split == split] for _, shards in indexes]
         # Numbers are the order of training, whatever the order of the manifest.
         self._shards = [shard for group in listed for shard in sorted(group, key=lambda shard: shard.name)]
         self._firsts = np.cumsum([0, *map(len, listed)])  # first shard of each corpus, and their number
@@ -174,7 +181,7 @@ class ShardSet:
 class _OpenShard:
     """One mapped shard: the first row of each of its record batches, which it reads when they are asked for."""
 
-    def __init__(self, folder: Path, shard: Shard, kind: ContentKind) -> None:
+    def __init__(self, folder: Path, shard: Shard | ListedShard, kind: ContentKind) -> None:
         path = folder / shard.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -255,7 +262,7 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     return problems
 
 
-def _size_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
+def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:
     """Problems of a file that is missing or of another size than the manifest records."""
     path = folder / written.name
     if Path(written.name).is_absolute() or ".." in Path(written.name).parts:  # a manifest may come from someone else

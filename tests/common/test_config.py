@@ -249,6 +249,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: &x [*x]", ("anchor", "itself")),
         ("a: *b", "alias"),
         (LAUGHS, "more than 20,000"),
+        ("[" * 66 + "]" * 66, ("nested too deeply", "64")),
         ("[" * 5000, "nested too deeply"),
         ("{a: " * 2000, "nested too deeply"),
         ("- 1\n---\n- 2", "more than one"),

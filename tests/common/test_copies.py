@@ -169,6 +169,26 @@ def test_an_unfinished_preparation_is_not_fetched(tmp_path, capsys):
     assert (tmp_path / "copy/plan.json").is_file()
 
 
+def test_a_second_copy_of_files_in_no_list_compares_their_bytes_and_a_mount_point_is_refused(
+    sent, tmp_path, capsys, monkeypatch
+):
+    """As of a run: its settings and metrics are in no list, its checkpoints are."""
+    (tmp_path / "remote/metrics.jsonl").write_text("1")
+    run, copy = Folder(f"file://{tmp_path}/remote"), tmp_path / "copy"
+    assert fetch_all(run, copy) == 1 + len(contents(sent[0]))
+    whole = contents(copy)
+    assert fetch_all(run, copy) == 0
+    (tmp_path / "remote/metrics.jsonl").write_text("2")
+    with pytest.raises(RemoteError, match="no whole copy"):
+        fetch_all(run, copy)
+    assert contents(copy) == whole
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "tmp"))) == []
+    monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "mounted")
+    (tmp_path / "mounted").mkdir()
+    assert main([sent[1], str(tmp_path / "mounted")]) == 1
+    says(capsys.readouterr().err, "mount point", "folder in it")
+
+
 def test_copy_counts_files_and_bytes(sent, tmp_path, capsys):
     folder = sent[0]
     url = f"file://{tmp_path}/there"

@@ -128,6 +128,25 @@ def test_a_half_sent_folder_is_not_there_and_a_copy_of_a_whole_one_is_fetched_on
     assert contents(second) == contents(folder)
 
 
+def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path, monkeypatch):
+    place.send(folder)
+    fetches, fetch_all_files = [], Folder.fetch_all
+
+    def counted(self, files, target):
+        fetches.append(target)
+        time.sleep(0.2)  # the others ask
+        return fetch_all_files(self, files, target)
+
+    monkeypatch.setattr(Folder, "fetch_all", counted)
+    threads = [threading.Thread(target=place.get, args=(tmp_path / "back",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents(tmp_path / "back") == contents(folder)
+    assert len(fetches) == 1
+
+
 def test_copy_that_differs_is_replaced_on_request(place, folder, tmp_path):
     place.send(folder)
     place.get(tmp_path / "back")

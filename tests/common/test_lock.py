@@ -275,3 +275,17 @@ def test_calls_repeat_until_false_or_the_end_of_the_block():
     assert counter.calls == 0, "the pause comes first, and the end of the block cuts it short"
     with Counter(3600, "test", at_once=True) as counter:
         until(lambda: counter.calls == 1)
+
+
+def test_a_call_that_has_begun_is_over_when_the_block_ends():
+    begun, ended = threading.Event(), []
+
+    class Slow(Watcher):
+        def look(self):
+            begun.set()
+            time.sleep(0.2)
+            ended.append(1)
+
+    with Slow(3600, "test", at_once=True):
+        assert begun.wait(60)
+    assert ended == [1]

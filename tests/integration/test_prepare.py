@@ -228,3 +228,15 @@ def test_too_many_failures_are_an_error_until_they_are_allowed(typed, tmp_path, 
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert main([typed, "max_error_rate=0.03"]) == 0
     assert not (tmp_path / "out" / "candidates").exists()
+
+
+def test_a_task_that_cannot_write_ends_with_words(typed, prepared, tmp_path, capsys):
+    (tmp_path / "out" / "candidates").mkdir(parents=True)
+    (tmp_path / "out" / "candidates" / "ledger").write_text("in the way")
+    (tmp_path / "out" / "plan.json").write_bytes((prepared[0] / "plan.json").read_bytes())
+    assert main([typed]) == 1
+    error = capsys.readouterr().err
+    says(error, "same command")
+    assert "Traceback" not in error
+    (tmp_path / "out" / "candidates" / "ledger").unlink()
+    assert main([typed]) == 0

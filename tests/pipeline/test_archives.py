@@ -128,6 +128,17 @@ def test_long_names_of_every_kind_of_tar(tmp_path, format):
     assert [r.source for r in read_all(files(tmp_path))] == [f"x.tar!{name}" for name in names]
 
 
+def test_a_bomb_comes_in_pieces_of_the_allowed_size(tmp_path):
+    packer = zlib.compressobj(9, wbits=31)
+    spaces = b" " * (1 << 20)
+    bomb = b"".join([*(packer.compress(spaces) for _ in range(64)), packer.flush()])
+    (tmp_path / "a.txt.gz").write_bytes(bomb)  # a line, and in the archive a document
+    (tmp_path / "x.tar").write_bytes(tar([("x.txt.gz", bomb), ("y.txt", b"next")]))
+    *pieces, after = read_all(files(tmp_path, max_document_mib=1))
+    assert [len(piece.text) for piece in pieces] == [1 << 20] * 128
+    assert after.text == "next"
+
+
 def test_the_parts_of_an_archive_end_with_its_end_mark(tmp_path):
     data = tar([("a.txt", b"a")])
     (tmp_path / "x.tar").write_bytes(data)

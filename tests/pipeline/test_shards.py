@@ -156,8 +156,9 @@ def test_a_manifest_that_is_absent_or_of_another_version(tmp_path, version):
     folder = write(tmp_path / "out")
     tree = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(tree | {"schema_version": version}))
-    with pytest.raises(ShardError, match=all_of("schema version", version)):
-        load_manifest(folder)
+    for read in (load_manifest, lambda folder: ShardSet(folder, "train")):
+        with pytest.raises(ShardError, match=all_of("schema version", version)):
+            read(folder)
 
 
 def test_more_shards_than_may_be_open(tmp_path):
@@ -199,6 +200,17 @@ def test_documents_are_numbered_by_the_names_of_their_shards_in_any_order_of_the
     reversed_ = manifest.model_copy(update={"shards": manifest.shards[::-1]})
     (folder / "manifest.json").write_text(reversed_.model_dump_json())
     assert ShardSet(folder, "train").take(np.arange(57)).column("offset").to_pylist() == list(range(57))
+
+
+def test_the_copy_of_a_reader_for_another_process_has_no_ledgers_and_labels(tmp_path):
+    folder = write(tmp_path / "out")
+    manifest, small = load_manifest(folder), len(pickle.dumps(ShardSet(folder, "train")))
+    many = {"ledgers": manifest.ledgers * 1000, "labels": {str(n): n for n in range(1000)}}
+    (folder / "manifest.json").write_text(manifest.model_copy(update=many).model_dump_json())
+    assert len(pickle.dumps(ShardSet(folder, "train"))) == small
+    (folder / "manifest.json").write_text(manifest.model_dump_json().replace('"train-00001.arrow"', "1"))
+    with pytest.raises(ShardError, match=all_of("manifest of this version", "shards.1.name")):
+        ShardSet(folder, "train")
 
 
 @pytest.mark.parametrize(("ledger_rows", "documents"), [(18, 19), (20, 19), (19, 18), (19, 20)])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from corpora import sentence
 from hypothesis import given, settings
@@ -65,6 +66,20 @@ def test_a_megabyte_without_a_boundary_takes_no_more_than_linear_time_and_the_sa
     texts = [letter * 300_000 for letter in ("a", "!", " ", "\n", "\u3000", "x \n")]
     for text, expected in zip(texts, reference.encode(texts), strict=True):
         np.testing.assert_array_equal(fast.encode([text])[0], expected)
+
+
+@pytest.mark.slow
+def test_memory_of_tiktoken_stays_flat_over_ever_new_words(encoders):
+    """A small version of the measurement in benchmarks/README.md: half a million words that no cache has seen."""
+
+    def encode(numbers):
+        for start in numbers:
+            words = (f"{n:x}q{n * 7919 % 100003}" for n in range(start * 20_000, (start + 1) * 20_000))
+            encoders[1].encode([" ".join(words)])
+        return psutil.Process().memory_info().rss
+
+    before = encode(range(8))
+    assert encode(range(8, 32)) - before < 12 * 2**20
 
 
 def merging(*pairs):

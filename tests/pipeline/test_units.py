@@ -17,10 +17,14 @@ from volumes import small_volume
 
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
+from declutr.common.storage import records
+from declutr.common.stores.folder import Folder
+from declutr.inspection.describe import describe
 from declutr.pipeline.config import config_hash
 from declutr.pipeline.job import worker
 from declutr.pipeline.job.output import HEARTBEATS, Output, plan_of
-from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states
+from declutr.pipeline.job.stored import open_output
+from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states, write_sidecar
 from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
 from declutr.pipeline.readers.corpus import document_id
@@ -56,11 +60,13 @@ def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(
     assert finished_sidecar(unit, folder, config_hash(config)) == sidecar
     manifest = build_manifest([sidecar], info, config.geometry, {}, "")
     (folder / MANIFEST).write_text(manifest.model_dump_json())
+    says("\n".join(describe(folder, 0)), "1 failed: 1 invalid_utf8")
     splits = [ShardSet(folder, split) for split in ("train", "held-out")]
     rows = [row for split in splits for row in split.take(np.arange(split.num_documents)).to_pylist()]
     assert list(rows[0]) == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
     same = [row for row in rows if tokenizer.decode(row["tokens"]) == " " + " ".join(f"word0 {i}" for i in range(30))]
-    assert same[0]["id"] == same[1]["id"], "the same words in other whitespace"
+    normalised = document_id(" ".join(f"word0 {i}" for i in range(30)).encode())
+    assert same[0]["id"] == same[1]["id"] == normalised, "the same words in other whitespace"
     assert 0 in (same[0]["offset"], same[1]["offset"])
 
 
@@ -85,6 +91,30 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     assert finished_sidecar(longer, folder, config_hash(config)) is None
     damaged.write_bytes(whole[:-1])
     assert finished_sidecar(unit, folder, config_hash(config)) is None
+
+
+def test_a_stored_unit_of_an_earlier_version_is_redone_when_its_rejected_file_is_lost(
+    corpus, tmp_path, make_config, output
+):
+    """Its sidecar does not name that file; the list of the complete output does."""
+    folder, info = output
+    cache, num_cpus = str(tmp_path / "cache"), {"num_cpus": 1}
+    stored = {"output": f"file://{folder}", "cache": cache, "session": num_cpus, "write_rejected": True}
+    config = make_config(corpus, unit_mib=0.01, **stored)
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    for unit in units:
+        write_sidecar(folder, write_unit(unit, folder, config, info).model_copy(update={"others": None}))
+    remote = Folder(config.output)
+
+    def finished():
+        with open_output(config) as place:
+            return [bool(place.finished_sidecar(unit, "prepare", config_hash(config))) for unit in units]
+
+    assert finished() == [False] * len(units), "nothing names its files"
+    remote.commit(records(folder))
+    assert finished() == [True] * len(units)
+    remote.delete(f"rejected/{units[1].name}.jsonl.gz")
+    assert finished() == [unit is not units[1] for unit in units]
 
 
 def test_the_split_is_by_content_and_of_the_asked_size():

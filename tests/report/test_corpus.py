@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from mediafiles import png, sound, tone
 from messages import says
@@ -24,8 +25,10 @@ from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import ledger_entries
 from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report import survey
 from declutr.report.charts import COLOURS, draw_histogram
 from declutr.report.corpus import gather, glance, readiness, thumbnail, write_corpus_page
+from declutr.report.survey import Tallies, Tally
 
 HOSTILE = '"><script>alert(1)<'
 
@@ -153,6 +156,22 @@ def test_a_corpus_with_nothing_to_tell_has_a_short_page(tmp_path, capsys):
     page = (tmp_path / "page" / "report.html").read_text()
     says(page, "Every document", "kept")
     assert re.findall(r'<section id="(\w+)"', page) == ["lengths", "reasons", "sources", "examples"]
+
+
+def test_more_sources_than_are_held_lose_their_names_only(monkeypatch):
+    monkeypatch.setattr(survey, "MAX_NAMES", 1_000)
+    tallies, number = Tallies(), 3_000
+    for start in range(0, number, 500):
+        names = ["large" if n % 100 == 1 else f"{n}.txt" for n in range(start, start + 500)]
+        tokens = pa.array([1000 if name == "large" else 1 for name in names])
+        status = pa.array(["train" if n % 2 else "too_short" for n in range(500)])
+        batch = pa.record_batch({"status": status, "text_bytes": tokens, "num_tokens": tokens})
+        tallies.add(pa.array(names), survey.tally_columns(batch))
+    large, (name, others) = tallies.largest(tallies.by_name, 1)
+    assert large == ("large", Tally(30, 30_000, 30, 30_000))
+    assert name == f"({number - 30:,} others)"
+    assert (others.read, others.kept_tokens) == (number - 30, number // 2 - 30)
+    assert len(tallies.by_name) <= 1_000
 
 
 def test_the_report_answers_whether_to_train(content):

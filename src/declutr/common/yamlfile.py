@@ -15,6 +15,8 @@ from declutr.common.storage import read_regular
 MAX_BYTES = 2**17  # which take two seconds
 MAX_VALUES = 20_000
 """Largest number of keys and values in a document, aliases expanded."""
+MAX_DEPTH = 64
+"""Largest number of mappings and lists in each other."""
 _MAX_BITS = 1024  # more than a float has; Python refuses to print numbers of 4,300 digits
 
 
@@ -25,13 +27,22 @@ class YamlError(ValueError):
 class _Strict(yaml.SafeLoader):
     """The safe loader without surprises: dates stay text; tags, ambiguous numbers and repeated keys are errors."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Composes a node; refuses explicit tags."""
+        """Composes a node; refuses explicit tags, and too deep nodes before the rest is read."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             message = f"the tag {event.tag} is refused: plain values only"
             raise yaml.composer.ComposerError(None, None, message, event.start_mark)
-        return super().compose_node(parent, index)
+        self._depth += 1
+        if self._depth > MAX_DEPTH + 1:  # a value is in at most that many
+            raise YamlError(f"is nested too deeply: at most {MAX_DEPTH} mappings and lists in each other")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
         """A number in base 10 unless it starts with 0x, 0o or 0b, and never in base 60."""
@@ -88,8 +99,6 @@ def read_yaml(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         place = f"line {text[: error.position].count(chr(10)) + 1}"
         raise YamlError(f"holds the character U+{error.character:04X}, which YAML does not allow ({place})") from error
-    except RecursionError as error:
-        raise YamlError("is nested too deeply") from error
     except YamlError:
         raise
     except ValueError as error:  # raised by Python for numbers such as `0x_` or of 5,000 digits

@@ -248,7 +248,9 @@ def embed_unit(
         identity=identity,
         read=read,
         written=written,
-        **dict(zip(Coverage.model_fields, counts.tolist(), strict=True)),
+        texts_cut=int(counts[0]),
+        tokens=int(counts[1]),
+        tokens_read=int(counts[2]),
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )

@@ -16,7 +16,7 @@ from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
-from declutr.pipeline.job.outcome import summary, unknown_hint
+from declutr.pipeline.job.outcome import in_words, summary, unknown_hint
 from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.lookup import entries_at, find_entries
@@ -158,6 +158,8 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     manifest = load_manifest(path)
     kind, tokenizer = manifest.content.kind, manifest.tokenizer
     yield f"Shards, rows of {kind}, schema version {manifest.schema_version}: {summary(manifest, str(path))}"
+    if manifest.failed:  # the line above has them in one list with what was dropped
+        yield f"  {manifest.totals['failed']:,} failed: {in_words(manifest.failed)}"
     yield from (f"    {failure}" for failure in manifest.failures[:5])
     if hint := unknown_hint(manifest):
         yield f"  {hint}"

@@ -60,6 +60,9 @@ def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, ma
     assert "'premise'" in failure.message
     assert "gold_label, sentence1, sentence2" in failure.message
     assert "content.premise" in failure.message
+    (tmp_path / "b.csv").write_text("premise,premise,label\na,b,0\n")
+    (failure,) = rows_of(make_texts("pairs", tmp_path / "b.csv"))
+    says(failure.message, "more than one key 'premise'", "['label', 'premise', 'premise']", "content.premise")
     keys = {"kind": "pairs", "premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
     (row,) = rows_of(make_texts(keys, path))
     assert (row.texts, row.labels) == (("a", "b"), (-1, 1))

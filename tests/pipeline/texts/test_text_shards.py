@@ -109,8 +109,9 @@ def test_a_shard_of_another_kind_is_refused(prepared):
     for content in ({"kind": "songs"}, "songs", 3, {"kind": "pairs", "premise": []}):
         manifest["config"]["content"] = content
         (folder / MANIFEST).write_text(json.dumps(manifest))
-        with pytest.raises(ShardError, match=r"manifest\.json"):
-            load_manifest(folder)
+        for read in (load_manifest, lambda folder: ShardSet(folder, "train")):
+            with pytest.raises(ShardError, match=r"manifest\.json"):
+                read(folder)
 
 
 @pytest.mark.parametrize(

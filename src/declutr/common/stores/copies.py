@@ -3,7 +3,8 @@
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger, setup_logging
@@ -33,6 +34,8 @@ def fetch_all(remote: Folder, local: Path) -> int:
             did not answer in time.
     """
     local = Path(os.path.realpath(local))
+    if local.is_mount():
+        raise RemoteError(f"{local} is a mount point, which cannot be replaced; name a folder in it")
     available = _tree(remote)
     if not available:
         raise FileNotFoundError(f"{remote.url}: nothing found; check the address")
@@ -44,7 +47,7 @@ def fetch_all(remote: Folder, local: Path) -> int:
     if local.exists() and not local.is_dir():
         raise RemoteError(f"{local} is a file; name a folder")
     if local.exists() and any(local.iterdir()):
-        if all((local / name).is_file() for name in available) and records(local) == available:
+        if all((local / name).is_file() for name in available) and _is_copy(remote, local, available):
             return 0
         # Nothing is replaced: a file that differs may have been changed here.
         raise RemoteError(
@@ -53,10 +56,20 @@ def fetch_all(remote: Folder, local: Path) -> int:
         )
     get_logger().info("fetching %d files from %s", len(available), remote.url)
     with contextlib.suppress(FileNotFoundError):
-        local.rmdir()  # it is empty; a mount point cannot be replaced
+        local.rmdir()  # it is empty
     with atomic_folder(local) as aside:
         remote.fetch_all(available, aside)
     return len(available)
+
+
+def _is_copy(remote: Folder, local: Path, available: Mapping[str, FileRecord | None]) -> bool:
+    """Returns True if a folder has these files of the address and no other."""
+    here = records(local)
+    if here.keys() != available.keys():
+        return False
+    with tempfile.TemporaryDirectory(dir=local.parent) as aside:  # only the bytes of a file in no list tell
+        remote.fetch_all({name: None for name, record in available.items() if record is None}, Path(aside))
+        return here == {**available, **records(Path(aside))}
 
 
 def _tree(remote: Folder) -> dict[str, FileRecord | None]:
