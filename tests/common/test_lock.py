@@ -221,6 +221,18 @@ def test_why_a_run_ended_is_not_hidden_by_a_storage_that_is_gone(tmp_path):
         end()
 
 
+def test_stale_lock_is_taken_by_one_of_many_commands(tmp_path):
+    (tmp_path / LOCK).write_text("{")
+    commands = [start(tmp_path) for _ in range(3)]
+    until(lambda: sum(command.poll() is not None for command in commands) >= 2)
+    (holder,) = [command for command in commands if command.poll() is None]
+    assert holder.communicate(timeout=60)[0] == "held\n"
+    for command in commands:
+        if command is not holder:
+            assert "RunLockedError" in command.communicate()[1]
+    assert not (tmp_path / LOCK).exists()
+
+
 MEET = f"{NAMES}print('ready', flush=True)\nwith {LOCKS['folder'].format(lost='print')}: print('held', flush=True)"
 
 

@@ -1,9 +1,12 @@
 """Commands in a session of their own: real processes, groups, terminals and deaths, without Ray."""
 
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,6 +85,15 @@ def test_signal_to_the_group_reaches_the_command_once_and_its_helpers_not_at_all
         assert process.wait(20) == 0
 
 
+def test_timeout_reaches_the_command_alone():
+    if not shutil.which("timeout"):
+        pytest.skip("no timeout here")
+    with command(prefix=["timeout", "60"]) as (process, _, helper, _):
+        process.terminate()  # timeout signals its command and their group, as it does when the time is over
+        assert process.stdout.readline() == "SIGTERM\n"
+        assert state(helper) is not None
+
+
 @pytest.mark.parametrize(
     ("work", "code"),
     [
@@ -96,6 +108,13 @@ def test_signal_to_the_group_reaches_the_command_once_and_its_helpers_not_at_all
 def test_exit_status_is_that_of_the_child_also_of_a_death(work, code):
     with command(work, stderr=subprocess.DEVNULL) as (process, *_):
         assert process.wait(20) == code
+
+
+def test_unhandled_signal_ends_both_by_it():
+    with command(handled=()) as (process, child, *_):
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
+        assert state(child) is None
 
 
 NO_KERNEL = "end = relay.end_with; relay.end_with = lambda parent: end(parent, kernel=False)"
@@ -131,6 +150,35 @@ def test_suspending_has_no_effect():
         os.kill(process.pid, signal.SIGTERM)  # still forwarded
         assert process.stdout.readline() == "SIGTERM\n"
         assert answer(process) == "read go\n"
+        assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the terminal is made as Linux does")
+def test_terminal_is_read_written_and_interrupts():
+    """Lines typed into a terminal whose foreground group is the command's; Ctrl-C comes from the terminal itself."""
+    work = "print(sys.stdin.isatty(), sys.stderr.isatty(), os.get_terminal_size(2).columns); " + WAIT
+    code = COMMAND.format(work=work, before="")
+    line = [sys.executable, "-c", code, str(int(signal.SIGINT))]
+    spawn = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({line!r})))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", spawn], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    shown = b""
+
+    def read_until(text):
+        nonlocal shown
+        deadline = time.monotonic() + 20
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([process.stdout], [], [], 1)[0]:
+                shown += os.read(process.stdout.fileno(), 1000)
+
+    with process:
+        read_until(b"True True")
+        os.write(process.stdin.fileno(), b"\x03")
+        read_until(b"SIGINT")
+        os.write(process.stdin.fileno(), b"typed\n")
+        read_until(b"read typed")
         assert process.wait(20) == 0
 
 

@@ -191,6 +191,13 @@ def test_ties_are_the_mean_over_all_orders_of_equal_scores(relevant):
     assert measures(scores[None], [relevant])[0] == pytest.approx(plain, abs=1e-12)
 
 
+def test_an_encoder_that_tells_nothing_apart_scores_as_chance():
+    values = dict(zip(MEASURES, measures(np.zeros((1, 19)), [[3]])[0], strict=True))
+    assert [values[f"recall@{k}"] for k in (1, 5, 10)] == pytest.approx([1 / 19, 5 / 19, 10 / 19])
+    assert values["mrr"] == pytest.approx((1 / np.arange(1, 20)).mean())
+    assert measures(np.zeros((1, 2)), [[0]])[0][0] == 0.5
+
+
 def test_collapsed_embeddings_are_named(log):
     texts = [f"w{number}" for number in range(3)]
     encoder = SimpleNamespace(name="flat", encode=lambda texts: np.ones((len(texts), 4), np.float32))
