@@ -17,6 +17,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.checkpoints.state import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
+_SLOW_SECONDS = 20.0
 _AWAY_SECONDS = 30.0  # time for which storage is unreachable
 _DEADLINE_SECONDS = 30
 _NAN = """
@@ -104,6 +105,20 @@ def raising(run: Run) -> Snapshot:
     snapshot = run.snapshot()
     run.execute(victim, _RAISE)
     return struck(snapshot)
+
+
+def slow(run: Run) -> Snapshot:
+    """Give the last worker a ninth of its time for a while: the run slows down, and no worker is started again."""
+    victim = run.workers()[-1]
+    snapshot = run.snapshot()
+    while time.time() < snapshot.seconds + _SLOW_SECONDS:
+        victim.suspend()
+        time.sleep(0.4)
+        victim.resume()
+        time.sleep(0.05)
+    if run.inode != snapshot.inode:
+        raise ChaosError("the workers were restarted because one was slow")
+    return snapshot
 
 
 def poison(run: Run, steps: int) -> Snapshot:
@@ -293,6 +308,7 @@ _TERMINATED = r"saved at step \d+ after SIGTERM to worker \d+ \("
 FAULTS = (
     Fault("worker_raises", raising, "the device does not answer"),
     Fault("worker_hung", partial(signalled, number=signal.SIGSTOP), "worker 1 .*hangs"),
+    Fault("worker_slow", slow, "", restarts=False),
     Fault("nan_stops", _ONCE, r"not\s+finite, nothing was updated"),
     Fault("worker_killed", partial(signalled, number=signal.SIGKILL), "worker 1 .*died"),
     Fault("worker_killed_while_saving", worker_saving, "worker .* died"),
