@@ -53,10 +53,10 @@ class Bench:
         top: folder of all files.
         seed: seed of corpus, weights and moments of the faults.
         census: census of all our processes.
-        steps: steps of a run.
+        steps: steps of a run whose faults do not need more.
         patience: factor of every timeout.
-        quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
-            sums.
+        quiet: state of the quiet run, by CPUs per worker and steps. On a CPU these are threads, and threads decide the
+            order of sums; steps decide the schedule of the learning rate.
         left_behind: processes, mounts and folders that outlived the block of `opened`.
     """
 
@@ -65,35 +65,37 @@ class Bench:
     census: Census
     steps: int
     patience: float
-    quiet: dict[int, End] = field(default_factory=dict)
+    quiet: dict[tuple[int, int], End] = field(default_factory=dict)
     left_behind: list[str] = field(default_factory=list)
     _number: int = field(default=0, repr=False)
 
-    def prepare(self) -> None:
-        """Make the shards."""
-        write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
+    def prepare(self, steps: int) -> None:
+        """Make the shards, with documents for this many steps."""
+        write_corpus(self.top / "corpus.jsonl", steps, self.seed)
         config = self.top / "prepare.yaml"
         values = prepare_values(self.top / "corpus.jsonl", self.top / "data")
         config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
         command = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
         subprocess.run(command, env=environment(self.top), check=True, capture_output=True)
 
-    def undisturbed(self, cpus_per_worker: int = 1) -> End:
-        """Train the quiet run."""
-        run = self.new_run({"scaling": {"cpus_per_worker": cpus_per_worker}})
+    def undisturbed(self, cpus_per_worker: int, steps: int) -> End:
+        """Return the end of the quiet run, which is trained once."""
+        if (cpus_per_worker, steps) in self.quiet:
+            return self.quiet[cpus_per_worker, steps]
+        run = self.new_run(steps, {"scaling": {"cpus_per_worker": cpus_per_worker}})
         run.start()
         if run.wait(3600):
             raise ChaosError(f"the quiet run failed: {run.output.read_text()[-2000:]}")
-        self.quiet[cpus_per_worker] = quiet = End.of(run)
-        progress(f"quiet run, {cpus_per_worker} CPUs per worker: {self.steps} steps in {quiet.seconds:.1f} s")
+        self.quiet[cpus_per_worker, steps] = quiet = End.of(run)
+        progress(f"quiet run, {cpus_per_worker} CPUs per worker: {steps} steps in {quiet.seconds:.1f} s")
         return quiet
 
-    def new_run(self, changes: dict[str, Any] | None = None) -> Run:
+    def new_run(self, steps: int, changes: dict[str, Any]) -> Run:
         """Make a run in a new folder."""
         self._number += 1
         place = self.top / f"run{self._number}"
-        values = train_values(self.top / "data", place / "run", self.steps, self.seed)
-        for key, value in (changes or {}).items():
+        values = train_values(self.top / "data", place / "run", steps, self.seed)
+        for key, value in changes.items():
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.patience)
 
@@ -113,7 +115,9 @@ class Bench:
     def _one_run(self, faults: Sequence[Fault]) -> tuple[list[FaultRow], Sequence[Fault]]:
         rows: list[FaultRow] = []
         changes = {key: value for fault in faults for key, value in fault.changes.items()}
-        run = self.new_run(changes)
+        steps = max(self.steps, *(fault.steps for fault in faults))
+        cpus = 1 if faults[0].setting == "machine" else _CPUS_ON_NODES
+        quiet, run = self.undisturbed(cpus, steps), self.new_run(steps, changes)
         with self._setting(run, faults):
             run.start()
             step = 0
@@ -138,12 +142,12 @@ class Bench:
                     progress("\n".join(run.messages().splitlines()[-_TAIL_LINES:]))
                     if rows[:-1]:  # the earlier faults can only be judged at the end
                         run.start()
-                        self._finish(run, rows[:-1], faults[0])
+                        self._finish(run, rows[:-1], faults[0], quiet)
                     return rows, faults[place + 1 :]
-            self._finish(run, rows, faults[0])
+            self._finish(run, rows, faults[0], quiet)
         return rows, ()
 
-    def _finish(self, run: Run, rows: list[FaultRow], fault: Fault) -> None:
+    def _finish(self, run: Run, rows: list[FaultRow], fault: Fault, quiet: End) -> None:
         """Wait for the end of the run, and compare."""
         status, problem = None, ""
         try:
@@ -154,23 +158,16 @@ class Bench:
         if problem:
             for row in rows:
                 fail(row, problem)
-        self.judge(run, rows, ended=status == 0, world_changes=fault.setting == "elastic", alters=fault.alters)
-        run.end()
-
-    def judge(self, run: Run, rows: list[FaultRow], **circumstances: bool) -> None:
-        """Compare with the quiet run; `circumstances` are those of `compare`."""
-        quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
         for row in rows:
-            compare(row, run, quiet, **circumstances)
+            compare(row, run, quiet, status == 0, fault.setting == "elastic", fault.alters)
             if row.recovered is None:
                 row.recovered = True
+        run.end()
 
     @contextmanager
     def _setting(self, run: Run, faults: Sequence[Fault]) -> Iterator[None]:
         setting = faults[0].setting
         if setting in ("cluster", "elastic"):
-            if _CPUS_ON_NODES not in self.quiet:
-                self.undisturbed(_CPUS_ON_NODES)
             nodes = Nodes(self.census)
             try:
                 nodes.add(2)
@@ -190,7 +187,7 @@ class Bench:
 
 @contextmanager
 def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
-    """Make a bench with its shards in a temporary folder; afterwards find and kill what it left behind."""
+    """Make a bench in a temporary folder; afterwards find and kill what it left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
     leave_mounts_to_ourselves()
     with temporary() as top:
@@ -198,7 +195,6 @@ def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
         os.environ.pop("RAY_ADDRESS", None)
         with Census() as census, census.nothing_outlives():
             bench = Bench(top, seed, census, steps, patience)
-            bench.prepare()
             yield bench
             left = census.wait_gone(_AGENTS_SECONDS)
             census.end(left)
@@ -225,8 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
     with opened(options.seed, steps, options.patience) as bench:
+        bench.prepare(max(steps, *(fault.steps for fault in chosen)))
         rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
-        bench.undisturbed()
         possible = [fault for fault in chosen if fault.possible]
         for group in [possible] if options.short and not options.only else [[fault] for fault in possible]:
             rows += bench.chain(group)
