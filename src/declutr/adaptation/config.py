@@ -290,6 +290,8 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     encoder_problem = missing(config.encoder) or no_encoder(place)
     if place.is_file():
         encoder_problem = f"{place} is a file, not the folder of an encoder"
+    if config.encoder.startswith(("hashed-words", "untrained:", "untrained@")):
+        encoder_problem = f"{config.encoder} is a baseline, whose weights nobody trained; name the folder of an encoder"
     if encoder_problem:
         others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
         if others:
@@ -309,17 +311,13 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
             yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
 
 
-def checked(config: AdaptConfig, output: Path, address: str | None) -> RetrievalTest | None:
-    """The user's pairs.
+def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], RetrievalTest | None]:
+    """Problems of the files of pairs, and the user's pairs; loads neither torch nor Ray.
 
     Raises:
-        UsageError: all problems of encoder, corpus and files that can be found before any work.
+        UsageError: encoder, corpus or output cannot be there; with the problems of the files.
     """
-    problems, pairs = [*_place_problems(config, output)], None
-    if not problems:  # the corpus is read with the encoder's tokenizer
-        from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
-
-        problems += map(as_options, preparation_problems(config.prepare_config(output / "data", address)))
+    places, problems, pairs = [*_place_problems(config, output)], list[str](), None
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
@@ -337,6 +335,21 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Retrieval
                 problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
         except DataError as error:
             problems.append(f"--stsb: {error}")
-    if problems:
+    if places:  # the corpus is read with the encoder's tokenizer
+        raise UsageError("\n".join([*places, *problems]))
+    return problems, pairs
+
+
+def checked(config: AdaptConfig, output: Path, address: str | None) -> RetrievalTest | None:
+    """The user's pairs.
+
+    Raises:
+        UsageError: all problems of encoder, corpus and files that can be found before any work.
+    """
+    problems, pairs = check_places(config, output)
+    from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
+
+    preparation = preparation_problems(config.prepare_config(output / "data", address))
+    if problems := [*map(as_options, preparation), *problems]:
         raise UsageError("\n".join(problems))
     return pairs

@@ -1,7 +1,6 @@
 """`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
 
 import argparse
-import glob
 import math
 import shlex
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 from declutr.cli import FORMATS, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
-from declutr.common.console.terminal import refused, shorten
+from declutr.common.console.terminal import shorten
 from declutr.common.paths import expand, listed, path_argument
 
 _SHOWN_CHARACTERS = 200
@@ -166,18 +165,13 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
-    from declutr.encoders.protocol import missing
-
-    near = [path for path in options["corpus"] if "://" not in path and not glob.has_magic(path)]
-    lacks = [f"CORPUS: {path}: no such file or folder" for path in near if not expand(path).exists()]
-    own = [(name, options[name]) for name in ("pairs", "stsb") if name in options]
-    absent = [f"--{name} {path}: no such file or folder" for name, path in own if not expand(path).exists()]
-    problems = [*filter(None, [missing(options["encoder"])]), *lacks, *absent]
-    if problems and len(absent) == len(own):  # the problems of files that are there are named beside these
-        return refused("\n".join(problems))  # before torch and Ray are loaded
     setup_logging("adapt")
-    from declutr.adaptation.config import REPORT
-    from declutr.adaptation.job import adapt
+    from declutr.adaptation.config import REPORT, AdaptConfig, check_places
+    from declutr.common.config import load_config
+
+    values = {name: value for name, value in options.items() if name in AdaptConfig.model_fields}
+    check_places(load_config(values, "adapt", AdaptConfig).located(), options["output"].absolute())
+    from declutr.adaptation.job import adapt  # loads torch and Ray, for which a wrong path need not wait
 
     result = adapt(**options)
     for row in result.rows:
