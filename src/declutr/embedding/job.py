@@ -38,15 +38,7 @@ from declutr.embedding.units import (
     part_schema,
     plan,
 )
-from declutr.encoders.protocol import (
-    EncoderChoice,
-    SentenceEncoder,
-    is_run,
-    missing,
-    no_encoder,
-    precision_of,
-    vectors_fingerprint,
-)
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, precision_of, unloadable, vectors_fingerprint
 from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
@@ -94,9 +86,7 @@ def embed(
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
     if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
-    name, place = parts["choice"]["model"], expand(str(model))
-    run = is_run(place) or (place / "export").is_dir()
-    if problem := missing(name) or (None if run else no_encoder(place)):  # before torch is loaded
+    if problem := unloadable(parts["choice"]["model"]):
         raise EncoderError(problem)
     config = load_config(parts | values, "embed", EmbedConfig)
     # absolute paths, because workers run in another folder, and the note is read from anywhere

@@ -157,6 +157,14 @@ def no_encoder(folder: Path) -> str | None:
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 
 
+def unloadable(name: str) -> str | None:
+    """The problem of an encoder's name that needs no torch to be seen; None if it may be loaded."""
+    place = expand(name)
+    if is_run(place) or (place / "export").is_dir():
+        return None
+    return missing(name) or no_encoder(place)
+
+
 def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
     """Compares ids by token, those of special ones included, with the rows of the table that they are looked up in.
 

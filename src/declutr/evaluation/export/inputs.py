@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.errors import DataError, UsageError, missing_extra
 from declutr.common.paths import folder_problem
-from declutr.encoders.protocol import missing
+from declutr.encoders.protocol import unloadable
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, TextField
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
@@ -80,7 +80,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
     problems, corpus, judged = list[str](), list[str](), list[str]()
     corpus_facts: dict[str, Any] | None = None
     test = None
-    if problem := missing(config.model):
+    if problem := unloadable(config.model):
         problems.append(problem)
     if os.path.lexists(config.output):  # a dangling link is in the way too
         problems.append(f"--output {config.output}: exists already; name another folder, or remove it")
