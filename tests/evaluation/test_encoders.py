@@ -256,6 +256,13 @@ def test_tokenizing_ahead_changes_nothing_but_the_batches(bench_folder, bench_te
     assert encoder.encode([]).shape == (0, 32)
 
 
+def test_an_error_of_tokenizing_ahead_reaches_the_caller(bench_folder, bench_texts):
+    encoder = load_encoder(bench_folder, device="cpu")
+    object.__setattr__(encoder, "chunk_texts", 10)
+    with pytest.raises(TypeError):
+        encoder.encode([*bench_texts[:15], 7, *bench_texts[15:]])
+
+
 def test_packed_linear_layers_serve_inference_alone():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 8, bias=False))

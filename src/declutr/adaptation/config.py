@@ -285,7 +285,7 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
 
 
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
-    """The reasons why encoder, corpus or output cannot be there, as the output's files would be documents."""
+    """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
     place = expand(config.encoder)
     encoder_problem = missing(config.encoder) or no_encoder(place)
     if place.is_file():

@@ -116,6 +116,17 @@ def test_sets_that_do_not_fit_in_memory_together_are_the_same(data):
             torch.testing.assert_close(ours[place], theirs[0], rtol=1e-4, atol=1e-6)
 
 
+def test_each_set_may_have_a_decay_of_its_own(data):
+    features, labels = data
+    held = examples(table(features), labels)
+    sets, config = some_sets(3, np.random.RandomState(3)), CONFIGS["adam"]
+    all_decays = fit_many(held, held, sets, DECAYS, config, 3)
+    own = fit_many(held, held, sets, [[DECAYS[2]], [DECAYS[0]], [DECAYS[1]]], config, 3)
+    for place, number in enumerate((2, 0, 1)):
+        assert own.accuracies[place, 0] == all_decays.accuracies[place, number]
+        torch.testing.assert_close(own.network.parameters[0][place, 0], all_decays.network.parameters[0][place, number])
+
+
 def test_global_generators_are_neither_read_nor_moved(data):
     features, labels = data
     held = examples(table(features), labels)
@@ -159,6 +170,23 @@ def test_folds_are_scikit_learns(counts, num_folds, seed, sorted_labels):
 def test_more_folds_than_rows_of_any_class_are_refused(num_folds):
     with pytest.raises(ValueError, match=all_of(f"num_folds = {num_folds}", "at least 2", "at most 5")):
         stratified_folds([0] * 5 + [1] * 3, num_folds)
+
+
+def test_held_out_rows_and_orders_are_those_of_the_global_generator():
+    """What the official fit draws: once the split, then an order for each pass."""
+    state = np.random.get_state()  # noqa: NPY002
+    try:
+        np.random.seed(1111)  # noqa: NPY002
+        split = np.random.permutation(53)  # noqa: NPY002
+        passes = [np.random.permutation(51) for _ in range(3)]  # noqa: NPY002
+    finally:
+        np.random.set_state(state)  # noqa: NPY002
+    rows = np.arange(100, 153)
+    held = hold_out(rows, 1111)
+    np.testing.assert_array_equal(held.dev, rows[split[:2]])
+    np.testing.assert_array_equal(held.train, rows[split[2:]])
+    for expected, found in zip(passes, orders(1111, *held.stream), strict=False):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_too_few_rows_to_hold_any_out_are_refused():

@@ -179,7 +179,8 @@ def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
         yield UNCHECKED
 
 
-_MAX_BYTES = 2 << 30  # of the archive, and more than any file
+_MAX_BYTES = 2 << 30  # of the archive
+_MAX_MEMBER_BYTES = 256 << 20  # no published file has as many, and a compressed archive may unpack to any size
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60
 _ATTEMPTS = 3
@@ -285,16 +286,17 @@ def _fetch_archive(folder: Path, url: str, missing: Sequence[str]) -> Iterator[F
             for member in archive:
                 # Below a folder of any name, files have their places in `downstream`.
                 end = next((end for end in ends if f"/{member.name}".endswith(end)), None)
-                if end is None or not member.isreg() or member.size > _MAX_BYTES:
+                if end is None or not member.isreg():
                     continue
                 path = ends[end]
-                stream = archive.extractfile(member)
-                assert stream is not None  # as of every regular file
-                with atomic_file(folder / path) as aside, aside.open("wb") as file:
-                    shutil.copyfileobj(stream, file)
-                same = git_sha1(folder / path) == known_hashes()[path]
-                yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
-                del ends[end]  # what is left at the end is missing
+                if member.size > _MAX_MEMBER_BYTES:
+                    yield Fetched(path, "failed", f"{member.size:,} bytes in the archive, more than any published file")
+                elif stream := archive.extractfile(member):  # as of every regular file
+                    with atomic_file(folder / path) as aside, aside.open("wb") as file:
+                        shutil.copyfileobj(stream, file)
+                    same = git_sha1(folder / path) == known_hashes()[path]
+                    yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
+                del ends[end]  # what is left at the end is missing; a break in a file leaves it among them
         yield from (Fetched(path, "failed", f"not in {local.name}") for path in ends.values())
     except (RemoteError, tarfile.TarError, EOFError) as error:
         yield from (Fetched(path, "failed", str(error)) for path in ends.values())
