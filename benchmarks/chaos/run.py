@@ -199,7 +199,7 @@ class Run:
         """Metrics lines of all steps, by step."""
         steps = [line for line in read_metrics(self.folder) if line["kind"] == "step"]
         by_step = {line["step"]: line for line in steps}
-        if len(by_step) != len(steps):
+        if len(by_step) != len(steps):  # a resume must leave none out or twice
             raise ChaosError(f"{self.folder / METRICS}: contains a step twice")
         return by_step
 
@@ -223,7 +223,7 @@ class Run:
         """Output of the command since a moment or its first start, without the progress bar."""
         with self.output.open("rb") as stream:
             stream.seek(snapshot.characters if snapshot else 0)
-            text = stream.read().decode(errors="replace")
+            text = stream.read().decode(errors="replace")  # it may start or end within a character
         lines = [_BAR.sub("", part).strip() for line in text.split("\n") for part in line.split("\r")]
         return "\n".join(line for line in lines if line)
 
