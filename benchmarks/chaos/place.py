@@ -137,7 +137,7 @@ class Nodes:
 
     def remove(self, node: Any) -> None:
         """Kill all processes of a node at once, as if its machine failed."""
-        below = _processes(node)
+        below = _processes(node)  # before its end, which gives them another parent
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
         self.census.end(below)
@@ -174,6 +174,7 @@ def write_corpus(path: Path, steps: int, seed: int) -> None:
     letters = np.array(list("abcdefghijklmnop"))
     words = ["".join(rng.choice(letters, rng.integers(2, 7))) for _ in range(300)]
     with path.open("w", encoding="utf-8") as stream:
+        # 2: the draws may hold out more than the share
         for number in range(round(steps * _BATCH / (1 - 2 * _HELD_OUT))):
             topic = rng.choice(words, 40)
             stream.write(json.dumps({"text": f"{' '.join(rng.choice(topic, rng.integers(120, 181)))} {number}"}) + "\n")

@@ -40,6 +40,7 @@ def family(pids: Iterable[int]) -> set[psutil.Process]:
         pid = todo.pop()
         members.add(pid)
         todo += [child for child in children[pid] if child not in members]
+    # a known one may have ended meanwhile
     return {everyone[pid] for pid in members & everyone.keys() if everyone[pid].info["status"] not in _ENDED}
 
 
@@ -64,7 +65,9 @@ class Census(Watcher):
     def alive(self) -> list[psutil.Process]:
         """Our living processes, without zombies."""
         with self._lock:
+            # the kernel may have given its pid to another program
             pids = [process.pid for process in self._processes if process.is_running()]
+            # known ones too: an orphan is no descendant any more
             self._processes = family([os.getpid(), *pids]) - {psutil.Process()}
             return sorted(self._processes, key=lambda process: process.pid)
 

@@ -54,6 +54,7 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         DataError: the data cannot be used.
         EncoderError: an encoder cannot be loaded.
     """
+    # argparse has no public list of options
     actions = {action.dest: action for action in _parser()._actions if action.dest not in ("help", "encoders")}
     problems = [f"{name}: unknown key{suggest(name, list(actions))}" for name in settings if name not in actions]
     if sum(settings.get(name) is not None for name in _SOURCES) != 1:

@@ -103,6 +103,7 @@ def _problem(command: str, rest: list[str]) -> str | None:
     # before a secret reaches a log, a plan or a manifest
     if problem := next(filter(None, map(refused_argument, rest)), None):
         return f"declutr {command}: {problem}"
+    # `embed` reads inputs at addresses, and a query may be any text
     read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
     if address := next((argument for argument in read if argument.startswith(_STORES)), None):
         return f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder"

@@ -206,6 +206,7 @@ def run_demo(arguments: list[str]) -> int:
     )
     results = {"mlm_only": train(mlm), "declutr": train(settings)}
     rows: dict[str, dict[str, float]] = {
+        # both runs start with its weights
         "untrained": {**results["declutr"]["first_scores"], "seconds": 0.0},
         **{name: {**result["last_scores"], "seconds": result["seconds"]} for name, result in results.items()},
     }

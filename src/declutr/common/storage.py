@@ -66,7 +66,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         raise FileExistsError(f"{path} exists already")
     aside, before = path.with_name(f".{path.name}.{os.getpid()}.tmp"), _before(path)
     if replace:
-        put_back(path)
+        put_back(path)  # of a call that was killed between its renames
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -81,7 +81,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if replace:
-            put_back(path)
+            put_back(path)  # of an error between the two renames
             shutil.rmtree(before, ignore_errors=True)
 
 
