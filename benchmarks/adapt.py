@@ -67,7 +67,7 @@ def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[
     output = options.work / f"{corpus.stem}-seed{seed}"
     result = adapt(options.start, corpus, output, stsb=options.stsb, minutes=options.minutes, seed=seed)
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
-    for row in result.rows[1:]:
+    for row in result.rows[1:]:  # the first row is the start
         chosen = row.name == result.chosen
         compared = {"distant": row.differences.get(DISTANT), "queries": row.differences.get(HEADINGS)}
         compared |= {"stsb": _stsb(options, row, output, result, seed)}
@@ -82,7 +82,7 @@ def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[
 
 def _stsb(options: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> Comparison | None:
     """Difference of a candidate on STS-B's test set."""
-    if row.name == result.chosen:
+    if row.name == result.chosen:  # scored by `adapt` already
         return result.stsb
     if row.kind != "candidate" or options.stsb is None:
         return None

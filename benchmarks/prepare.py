@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             rates["warm"].append(mib / time_prepare(options, settings, where / "warm")[0])
         peaks.append(memory.peak_mib)
         rates["limit"].append(mib / engine_alone(settings, where / "limit"))
-        if find_spec("datasets"):
+        if find_spec("datasets"):  # a tool for development, which an install may lack
             result = at_once(datasets, [settings], where / "datasets")[0]
             if (result["documents"], result["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
                 # Seconds of other work would be no comparison.
@@ -145,6 +145,7 @@ def _demo_corpus(folder: Path) -> list[str]:
     texts = [text for text in documentation() if "\0" not in text]  # a failure here, a text for `datasets`
     paths = [str(folder / f"{number}.jsonl.gz") for number in range(_DEMO_FILES)]
     for number, path in enumerate(paths):
+        # 6, as the command gzip has
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as stream:
             stream.writelines(json.dumps({"text": text}) + "\n" for text in texts[number::_DEMO_FILES])
     return paths
@@ -230,8 +231,8 @@ def limit(settings: dict[str, Any]) -> dict[str, Any]:
     if engine == "tiktoken":
         plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))
         encode = plain.engine(_GPT2_PATTERN).encode_ordinary_batch
-        encode = partial(encode, num_threads=1)
-    encode(texts[:_BATCH])
+        encode = partial(encode, num_threads=1)  # a thread a process, as on all sides
+    encode(texts[:_BATCH])  # warms up
     _start[0].wait()  # until the others have their texts in memory, too
     begun = time.perf_counter()
     for start in range(0, len(texts), _BATCH):

@@ -70,7 +70,7 @@ def reset_peak(device: torch.device) -> float:
         return torch.cuda.memory_allocated() / MIB
     reset = Path("/proc/self/clear_refs")
     if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
-        reset.write_text("5", encoding="ascii")
+        reset.write_text("5", encoding="ascii")  # 5 resets VmHWM, by proc(5)
         return status_mib("VmRSS")
     return peak_memory_mib()
 

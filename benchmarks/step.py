@@ -66,6 +66,7 @@ def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[Padde
         anchors, mlm = embed(batch[0])
         positives, _ = embed(_inputs(batch[1]))  # no labels: only anchors are masked
         averaged = positives.view(len(anchors), num_positives, -1).mean(dim=1)
+        # an anchor and its positives are one class
         labels = torch.arange(len(anchors), device=anchors.device).repeat(2)
         embeddings = torch.cat([anchors, averaged])
         if embeddings.dtype != torch.float64:  # the loss needs at least float32
@@ -210,7 +211,7 @@ class Setting(workload.Workload):
         """
         model = self.padded_model()
         if self.compile:
-            model.base_model.compile(dynamic=True)
+            model.base_model.compile(dynamic=True)  # else each length would compile anew
         num_anchors = self.documents * self.spans.num_anchors
         pad_id = int(model.config.pad_token_id)
         loss_of = released_loss(model, self.spans.num_positives) if name == "released" else neighbours_loss(model)

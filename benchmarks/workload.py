@@ -47,7 +47,7 @@ OBJECTIVES: dict[str, TextObjectiveConfig] = {
 }
 """Settings of the papers' BERT runs."""
 _CPU = torch.device("cpu")
-_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}  # RoBERTa's
 _FIRST_ORDINARY = 4  # lower ids are RoBERTa's special tokens
 # Lengths without specials, in tokens of bert-base-uncased, at 0%, 5%, ..., 100% of 4,000 texts each: sentences of the
 # English Wikipedia, and premises and hypotheses of SNLI's development set with the counterfactually augmented NLI data.

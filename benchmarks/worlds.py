@@ -167,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     deterministic = trained.get(options.processes) or in_processes(
         options.processes, train, options, True, 1, options.steps
     )
+    # all ranks wait for each other, so one's times are those of all
     measured = in_processes(options.processes, turns, options)[0]
     plain, fixed = measured["seconds"]
     ratios = record.ratios(fixed, plain)

@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     leave_mounts_to_ourselves()
     with temporary() as top:
         os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
-        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.pop("RAY_ADDRESS", None)  # a cluster of the user's must see no fault
         with Census() as census:
             bench = Bench(top, options.seed, census, options.steps, options.patience)
             bench.prepare(max(fault.steps or options.steps for fault in chosen))

@@ -17,7 +17,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.checkpoints.state import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
-_SLOW_SECONDS = 20.0
+_SLOW_SECONDS = 20.0  # longer than the watchdog's limit of 15
 _AWAY_SECONDS = 30.0  # time for which storage is unreachable
 _DEADLINE_SECONDS = 30
 _NAN = """
@@ -116,7 +116,7 @@ def slow(run: Run) -> Snapshot:
         time.sleep(0.4)
         victim.resume()
         time.sleep(0.05)
-    if run.inode != snapshot.inode:
+    if run.inode != snapshot.inode:  # a restart writes the metrics anew
         raise ChaosError("the workers were restarted because one was slow")
     return snapshot
 
@@ -190,6 +190,7 @@ def changed_shard(run: Run) -> Snapshot:
         status = run.wait()
     finally:
         flip(path)
+        # a shard that is newer than its manifest is read in full at every start
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     if status != 1 or path.name not in run.messages(snapshot):
         raise ChaosError(f"status {status}: a changed shard was not refused")
@@ -215,7 +216,7 @@ def full_disk(run: Run) -> Snapshot:
 
 def _fill(path: Path) -> None:
     with path.open("wb", buffering=0) as stream:
-        for size in (2**20, 2**12, 1):
+        for size in (2**20, 2**12, 1):  # the last byte, too: a small write would still fit
             try:
                 while True:
                     stream.write(b"0" * size)

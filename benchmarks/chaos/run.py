@@ -40,6 +40,7 @@ def family(pids: Iterable[int]) -> set[psutil.Process]:
         pid = todo.pop()
         members.add(pid)
         todo += [child for child in children[pid] if child not in members]
+    # a known one may have ended meanwhile
     return {everyone[pid] for pid in members & everyone.keys() if everyone[pid].info["status"] not in _ENDED}
 
 
@@ -64,7 +65,9 @@ class Census(Watcher):
     def alive(self) -> list[psutil.Process]:
         """Our living processes, without zombies."""
         with self._lock:
+            # the kernel may have given its pid to another program
             pids = [process.pid for process in self._processes if process.is_running()]
+            # known ones too: an orphan is no descendant any more
             self._processes = family([os.getpid(), *pids]) - {psutil.Process()}
             return sorted(self._processes, key=lambda process: process.pid)
 
@@ -199,7 +202,7 @@ class Run:
         """Metrics lines of all steps, by step."""
         steps = [line for line in read_metrics(self.folder) if line["kind"] == "step"]
         by_step = {line["step"]: line for line in steps}
-        if len(by_step) != len(steps):
+        if len(by_step) != len(steps):  # a resume must leave none out or twice
             raise ChaosError(f"{self.folder / METRICS}: contains a step twice")
         return by_step
 
@@ -223,7 +226,7 @@ class Run:
         """Output of the command since a moment or its first start, without the progress bar."""
         with self.output.open("rb") as stream:
             stream.seek(snapshot.characters if snapshot else 0)
-            text = stream.read().decode(errors="replace")
+            text = stream.read().decode(errors="replace")  # it may start or end within a character
         lines = [_BAR.sub("", part).strip() for line in text.split("\n") for part in line.split("\r")]
         return "\n".join(line for line in lines if line)
 

@@ -117,7 +117,7 @@ def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
     with torch.profiler.profile() as profile:
         for batch in batches[-_PROFILED:]:
             train_step.begin({"": batch}, 1)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # else the profile lacks kernels that still run
     folder.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(folder / "trace.json"))
     table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30)

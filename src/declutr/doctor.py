@@ -150,6 +150,7 @@ def check_versions() -> Finding:
     wrong = [] if own else ["declutr-ray is not installed"]
     for requirement in map(Requirement, own.requires or [] if own else []):
         package = installed.get(canonicalize_name(requirement.name))
+        # extras are optional
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if package is None or not requirement.specifier.contains(package.version, prereleases=True):
@@ -165,7 +166,7 @@ def ask_smi() -> str | None:
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
     except FileNotFoundError:
-        return ""
+        return ""  # no driver, so no GPU
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -190,6 +191,7 @@ def check_gpus(answer: str | None, torch_version: str, cuda_of_torch: str | None
     busy = [
         f"GPU {number}: {used} of {total} MiB used, {percent}% busy"
         for number, (_, total, used, percent, _) in enumerate(rows)
+        # nvidia-smi writes [N/A] for what a GPU does not tell
         if (used.isdigit() and int(used) > _BUSY_MIB) or (percent.isdigit() and int(percent) > _BUSY_PERCENT)
     ]
     if rows:

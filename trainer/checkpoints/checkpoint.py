@@ -69,7 +69,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
 def discard(path: Path) -> None:
     """Deletes a checkpoint, renamed first, so that a kill leaves nothing that looks like a checkpoint."""
     gone = path.with_name(f".{path.name}.gone.tmp")
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)  # of a call that was killed
     path.rename(gone)
     shutil.rmtree(gone)
 
@@ -95,7 +95,7 @@ def read_state(path: Path, verify: bool = True) -> RunState:
         for name, expected in state.files.items():
             status = (path / name).stat()
             size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
                 raise CheckpointError(f"{path}: {name} is a pipe or a device, not a file")
             if size != state.sizes[name]:
                 raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
@@ -176,7 +176,7 @@ def first_whole(
         path = checkpoint_path(folder, step)
         try:
             for field, value in (expected or {}).items():
-                other = getattr(read_state(path, verify=False), field)
+                other = getattr(read_state(path, verify=False), field)  # before gigabytes are hashed
                 if other != value:
                     raise CheckpointError(f"{path}: {STATE} is of another run ({field} {other[:16]}, not {value[:16]})")
             return path, read_state(path, verify)

@@ -47,7 +47,7 @@ def early_end(scores: Mapping[int, float], score: str, patience: int | None) -> 
     if patience is None or not scores:
         return None
     best = from_best(scores)[0]
-    since = sum(step > best for step in scores)
+    since = sum(step > best for step in scores)  # `from_best` has the earliest of equals: an equal score is no better
     if since < patience:
         return None
     return (
@@ -93,7 +93,7 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
             state = checkpoint.read_state(checkpoint.checkpoint_path(folder, step), verify=False)
         except UnreadableError:  # decide at the next call
             stay.add(step)
-        except CheckpointError:
+        except CheckpointError:  # broken: deleted below
             continue
         else:
             if step > newest:

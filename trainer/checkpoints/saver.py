@@ -26,9 +26,9 @@ from declutr.trainer.checkpoints.state import XXH3, CheckpointConfig, RunState
 
 _BACK_OFF_SECONDS = (0.5, 15.0)
 _MIB = 2**20
-_NICENESS = 10
-_UNHURRIED_SECONDS = 60.0
-_BEAT_SECONDS = 1.0
+_NICENESS = 10  # at 19 a write takes five times as long, for little (docs/evidence/log.md)
+_UNHURRIED_SECONDS = 60.0  # a write that takes longer hangs
+_BEAT_SECONDS = 1.0  # between two looks: a storage that hangs notifies nobody
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Saver:
 
     def _message(self, job: Job, error: OSError) -> str:
         """Names the error, the space needed and the free space."""
-        if isinstance(error, RemoteError):
+        if isinstance(error, RemoteError):  # the free space here does not matter
             return f"the checkpoint of step {job.state.step} cannot be sent ({error})"
         needed = sum(tensor.nbytes for file in job.contents.values() for tensor in file.values()) / _MIB
         try:
@@ -322,7 +322,7 @@ def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # safetensors aligns tensors to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -333,7 +333,7 @@ def _write(handle: int, raw: memoryview, digest: xxhash.xxh3_128, at: int) -> in
         digest.update(chunk)
         done = 0
         while done < len(chunk):
-            done += os.write(handle, chunk[done:])
+            done += os.write(handle, chunk[done:])  # a nearly full disk takes a part
         if len(chunk) == _CHUNK_BYTES:  # smaller pieces wait for the last fsync
             os.fdatasync(handle)
             if hasattr(os, "posix_fadvise"):

@@ -100,7 +100,7 @@ def read_settings(folder: Path) -> ExportSettings:
         OSError: the file is missing or cannot be read.
     """
     settings = read_record(folder / SETTINGS, ExportSettings)
-    raw = read_record(folder / SETTINGS, dict[str, Any])
+    raw = read_record(folder / SETTINGS, dict[str, Any])  # the hash is of all keys, also of later versions
     if raw.pop("hash", None) != hash_json(raw):
         raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
     return settings

@@ -80,6 +80,7 @@ class RunStore:
 
         Earlier ones that are kept and were never sent, because the store did not answer then, are sent first.
         """
+        # of TensorBoard the newest file: earlier starts have sent theirs
         self.send(
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )

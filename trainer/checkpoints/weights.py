@@ -124,16 +124,17 @@ def _copies(tensors: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tens
     kept = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
-        if keep:
+        if keep:  # after the gathering, in which every rank takes part
             place = memory.get(name)
             if place is None or place.shape != full.shape or place.dtype != full.dtype:
+                # a copy to other memory would wait in spite of `non_blocking`
                 place = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
             kept[name] = place.copy_(full, non_blocking=True)
     return kept
 
 
 def _copy(stored: Mapping[str, Tensor], targets: Mapping[str, nn.Parameter], path: Path) -> None:
-    if set(stored) != set(targets):
+    if set(stored) != set(targets):  # both ways: a missing one would stay random
         raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(targets))[:6]}")
     with torch.no_grad():
         for name, parameter in targets.items():

@@ -38,7 +38,7 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
     """
     problems = place_problems(config.model_dump())
     no_place = any(line.startswith("run = ") for line in problems)
-    if no_place and of_run:
+    if no_place and of_run:  # the plan would look for a checkpoint in that folder
         raise ConfigError("train", problems)
     plan = RunPlan.of(config)
     if not no_place:
@@ -48,7 +48,7 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
     problems += [
         line
         for key, line in plan.unreadable.items()
-        if not any(problem.startswith(f"{key} = ") for problem in problems)
+        if not any(problem.startswith(f"{key} = ") for problem in problems)  # `place_problems` has looked at folders
     ]
     problems += [
         f"{key} = {place}: {problem}"
@@ -60,8 +60,9 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
         problems += [f"validation.data = {place}: {line}" for line in check_shards(data_folder(place, config.cache))]
     if "" in plan.corpora:
         problems += _manifest_problems(plan)
-        if not no_place and len(plan.corpora) == len(plan.tasks):
+        if not no_place and len(plan.corpora) == len(plan.tasks):  # else the joint hash lacks a task
             problems += other_shards(plan)
+    # gradients are compared without the run's folder, which may hold another run
     refuse([line for line in problems if of_run or not line.startswith("run = ")])
     return plan
 
@@ -109,7 +110,7 @@ def load_problems(plan: RunPlan) -> list[str]:
         return problems
     if remark := config.objective.remark_before(main.context(plan.manifest.short_documents)):
         get_logger().warning("%s", remark)
-    from declutr.trainer.driver.encoder_checks import encoder_problems, task_problems
+    from declutr.trainer.driver.encoder_checks import encoder_problems, task_problems  # loads torch
 
     # The two parts may load the same objective.
     return list(dict.fromkeys([*objective_problems(main), *task_problems(plan), *problems, *encoder_problems(plan)]))
@@ -163,7 +164,7 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
     )
     problems = []
     for key, value, problem_of in checks:
-        if isinstance(value, str) and not is_remote(value):
+        if isinstance(value, str) and not is_remote(value):  # addresses are fetched while Ray starts
             try:
                 problem = problem_of(value)
             except UsageError as error:
@@ -315,6 +316,7 @@ def data_problems(task: TaskSettings, corpora: Sequence[Manifest]) -> list[str]:
     """
     if other_kind := kind_problem(task, corpora[0]):
         return [other_kind]
+    # `corpora_problems` names the others
     alike = [corpus for corpus in corpora if corpus.content.kind == corpora[0].content.kind]
     problems = [
         line for corpus in alike for line in task.objective.problems(task.context(corpus.short_documents), corpus)

@@ -50,6 +50,7 @@ def recorded_device(run: Path) -> Device | None:
     except FileNotFoundError:
         return None
     except DamagedError as error:
+        # not chosen again: it could be the other device
         raise DamagedError(f'{error}; write {{"device": "cuda"}} or {{"device": "cpu"}} into it') from error
 
 
@@ -125,7 +126,7 @@ def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[s
     name, address = named_cluster(scaling.address)
     if address:
         problem = cluster_problem(name.replace("address", "scaling.address"), address)
-        return [] if problem is None else [problem]
+        return [] if problem is None else [problem]  # its GPUs may join later
     return _gpu_problems(scaling, run)
 
 
@@ -163,6 +164,7 @@ def run_problems(plan: RunPlan) -> list[str]:
     config, run = plan.config, plan.folder
     remote = is_remote(config.run)  # the copy here may lack its checkpoints
     began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)
+    # the settings have the hashes of what `validation` names, which is reported alone
     if not began or any(key.startswith("validation.") for key in plan.unreadable):
         return []
     before = read_resume_settings(run)
@@ -213,6 +215,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     return [
         f"{key} was {describe(old, key)}, now {describe(new, key)}"
         for key in sorted(set(old) | set(new))
+        # `==` takes 0 for 0.0, whose hashes differ: each worker would skip every checkpoint and begin at step 0
         if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
     ]
 

@@ -62,7 +62,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     Raises:
         ConfigError: problems of the run.
         ShardError: the shards cannot be read.
-        NonFiniteLossError: the losses of the first steps are not finite.
+        NonFiniteLossError: the losses of more than 20 of the first steps are not finite.
     """
     refuse(load_problems(plan))
     trial = try_steps(plan)
@@ -70,7 +70,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     size, workers = plan.training_shards[""].num_documents, config.scaling.least_workers
     validations, scored = _validations(plan)
     passes = steps * config.batch_documents / size
-    seconds = steps * trial.step_seconds + (validations + 1) * trial.validation_seconds
+    seconds = steps * trial.step_seconds + (validations + 1) * trial.validation_seconds  # and that of the start
     advice = [*validation_remarks(plan), *corpora_remarks(plan, steps)]
     yield f"planned from {trial.num_steps} measured step(s) on {trial.device}:"
     yield f"  steps        {steps:,} of {config.batch_documents:,} {noun}: {passes:,.3g} pass(es) over {size:,}"
@@ -120,7 +120,7 @@ def try_steps(plan: RunPlan) -> Trial:
         plan: of the run, without problems; its folder is only read.
 
     Raises:
-        NonFiniteLossError: a loss of these steps is not finite.
+        NonFiniteLossError: the losses of more than 20 of these steps in a row are not finite.
     """
     transformers_logging.disable_progress_bar()
     config = plan.config
@@ -146,7 +146,7 @@ def try_steps(plan: RunPlan) -> Trial:
     return Trial(
         device=device.type,
         num_steps=len(measured),
-        step_seconds=sorted(measured)[len(measured) // 2] * crowding,
+        step_seconds=sorted(measured)[len(measured) // 2] * crowding,  # other programs slow single steps
         step_tokens=workers * sum(tokens) / len(tokens),
         validation_seconds=_validation_seconds(plan, parts, device, _validations(plan)[1]),
         memory_mib=peak_memory_mib(),
@@ -189,6 +189,7 @@ def _validation_seconds(plan: RunPlan, parts: Parts, device: torch.device, score
 
     if half is not None:
         seconds()  # chooses kernels
+    # judged pairs do not grow with the held-out rows
     rest = seconds(stsb=None, sickr=None) if scored > few else 0.0
     return seconds() + rest * (scored / few - 1)
 

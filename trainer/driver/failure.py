@@ -71,6 +71,7 @@ def oom_kills() -> int:
         counters = Path("/proc/vmstat").read_text().split()
     except FileNotFoundError:  # not Linux
         return 0
+    # Linux counts them since 4.13
     return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
 
 
@@ -106,7 +107,7 @@ def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
         rank: error
         for rank, error in failures.items()
         if isinstance(getattr(error, "health_check_failure", error), RayActorError)
-        or type(error).__name__ == "WorkerHealthCheckFailedError"
+        or type(error).__name__ == "WorkerHealthCheckFailedError"  # Ray's class is in a private module
     }
     raised = {rank: error for rank, error in failures.items() if rank not in deaths}
     own = {rank: error for rank, error in raised.items() if not _COLLATERAL.search(str(error))}
@@ -133,7 +134,7 @@ def _who(rank: int, error: Exception) -> str:
 
 def _why(error: Exception) -> str:
     """Cause of a worker's death as far as Ray knows it, which is seldom."""
-    inner = getattr(error, "health_check_failure", error)
+    inner = getattr(error, "health_check_failure", error)  # Ray's error of a check holds the cause
     if isinstance(inner, OutOfMemoryError):
         return ": its node ran out of memory"
     if getattr(inner, "preempted", False) or "its node" in str(inner):

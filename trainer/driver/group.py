@@ -105,6 +105,7 @@ def start_fit(trainer: Any) -> Future[Any]:
         except BaseException as error:  # noqa: BLE001 - judged by the supervisor
             end.set_exception(error)
 
+    # daemon: a group that never ends must not keep the command
     threading.Thread(target=run, name="declutr-fit", daemon=True).start()
     return end
 

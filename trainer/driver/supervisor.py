@@ -69,7 +69,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other
             self._before = {number: signal.getsignal(number) for number in _NUMBERS}
             if self._before[signal.SIGHUP] == signal.SIG_IGN:
                 del self._before[signal.SIGHUP]
@@ -148,7 +148,7 @@ class Supervisor:
             outcome = self._train_here() if self.scaling.local else self._start_once()
             if outcome is None:
                 return self.steps
-            self._began = time.time()
+            self._began = time.time()  # of the next start, whose seconds are logged
             if isinstance(outcome, GroupFailure):
                 self._continue_after(blame_memory(outcome, kills_before))
             elif outcome.get("given_up"):
@@ -193,7 +193,7 @@ class Supervisor:
         fit = start_fit(trainer)
         try:
             with reader:
-                lost = self._watch(fit, reader)
+                lost = self._watch(fit, reader)  # the reader's end reads the last lines
         finally:
             self._log_new_lines(reader.heartbeats)
             self._notices = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])
@@ -212,7 +212,7 @@ class Supervisor:
             failure = GroupFailure(str(self._hang), "hang", failure.account)
         elif self._notices:
             failure = replace(failure, summary=f"{failure.summary}, after {self._notices}")
-        if failure.lost:
+        if failure.lost:  # the next start needs a new session
             ray.shutdown()
         return failure
 
@@ -294,6 +294,7 @@ class Supervisor:
         if why:
             raise TrainingFailedError(f"{where}\n{why}. {rest}")
         self.restarts += 1
+        # none at first: hosts of a spot market go all day
         pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.restart_backoff_seconds * 2 ** (times - 2))
         get_logger().warning(
             "%s; starting again%s (restart %d of at most %d)",

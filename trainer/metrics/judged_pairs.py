@@ -50,14 +50,14 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
     path, columns = folder / file.name, slice(file.first, file.first + 2)
     num_columns = max(file.score + 1, file.first + 2)
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8").split("\n")  # `splitlines` also cuts at signs such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
     pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (file.headed and number == 1):
             continue
-        fields = line.rstrip("\r").split("\t")
+        fields = line.rstrip("\r").split("\t")  # not `csv`: a quotation mark is a character of its text
         try:
             score = float(fields[file.score])
             first, second = fields[columns]

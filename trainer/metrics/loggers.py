@@ -208,9 +208,9 @@ def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], setti
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {name: os.environ[name] for name in _CREDENTIALS if os.environ.get(name)}
     with (
-        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() as errors,  # a pipe would fill, as nobody reads it until the end
         subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],  # -P: in the run's folder, `wandb` is a folder of files
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -166,7 +166,7 @@ class MetricsWriter:
         """Ends the thread after a last attempt, and the loggers."""
         self._closed = True
         self._added.set()
-        self._thread.join(_LAST_SECONDS)
+        self._thread.join(_LAST_SECONDS)  # a storage may hang
         for logger in self._loggers:
             logger.close()
 
@@ -237,7 +237,7 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
     """A line of metrics; None if it is damaged."""
     try:
         line = json.loads(raw)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         return None
     whole = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
     numbers = (value for name, value in line.items() if name not in TEXTS) if whole else ()

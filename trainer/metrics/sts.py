@@ -49,6 +49,7 @@ class StsValidator:
         def scores(size: int | None) -> dict[str, float]:
             first, second = embeddings[:, :size].numpy().reshape(2, len(self.gold), -1)
             pairs = judged_cosines(first, second, self.gold)
+            # pairs have no id, so their place in the file decides their half
             return {self.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
 
         return by_size(self.sizes, scores)

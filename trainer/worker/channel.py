@@ -80,7 +80,7 @@ class ChannelReader(Watcher):
     """
 
     def __init__(self, channel: ControlChannel) -> None:
-        super().__init__(EVERY_SECONDS, "declutr-reader", at_once=True)
+        super().__init__(EVERY_SECONDS, "declutr-reader", at_once=True)  # the size of the group is not known yet
         self.heartbeats: list[dict[str, Any]] = []
         self.answered = time.monotonic()
         self.draining: str | None = None
@@ -96,6 +96,7 @@ class ChannelReader(Watcher):
                 self._posted = True
             self.heartbeats = self._channel.heartbeats()
             self._seconds = period(max((heartbeat["size"] for heartbeat in self.heartbeats), default=1))
+            # a worker at its end needs its node no longer
             self.draining = draining(
                 {heartbeat["node"] for heartbeat in self.heartbeats if heartbeat["phase"] != "ended"}
             )
@@ -138,6 +139,7 @@ def draining(nodes: set[str]) -> str | None:
     deadlines: dict[str, int] = {node: at for node, at in state.get_draining_nodes().items() if node in nodes}
     if not deadlines:
         return None
+    # one without a time counts as the last
     node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
     return f"node {node[:8]} is about to be removed{left}"

@@ -87,6 +87,7 @@ class Checkpointing:
         self.at_start = done == 0
         if first:
             if self._config.validation.patience is not None:
+                # the scores of a quiet run, so that this one ends at the same step
                 self._judge(history(self._run, self._config.validation.score, done))
             line = read_last_step(self._run / METRICS)
             last_step = 0 if line is None else line["step"]
@@ -144,6 +145,7 @@ class Checkpointing:
     def requests(self, step: int, scores: dict[str, float], stop: bool) -> Request:
         """Requests of this worker after a step; the arguments are those of `after_step`."""
         request = self.early_request | (Request.STOP if stop else Request(0))
+        # each step that may be chosen is saved
         rated = self._config.chooses and self._config.validation.score in scores
         if self.saver is not None:
             request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
@@ -172,7 +174,7 @@ class Checkpointing:
             SaveError: checkpoints cannot be written; on every rank.
         """
         request = Request(0) if agreed is None else agreed
-        if agreed is None or scores:
+        if agreed is None or scores:  # scores came after the agreement, and may make a checkpoint due
             request |= self._train_step.comm.all_reduce_or(self.requests(step, scores, stop))
         if Request.FAIL in request:
             if self.saver is not None:
@@ -208,7 +210,7 @@ class Checkpointing:
             return
         step = None if self.saver is None else self.saver.written
         if step is None or step not in self._metrics:
-            self._reporter.report({})
+            self._reporter.report({})  # Ray waits for a report of each worker
             return
         self._reporter.report(self._metrics[step], checkpoint.checkpoint_path(Path(), step).name)
         self._metrics = {later: metrics for later, metrics in self._metrics.items() if later > step}
@@ -229,7 +231,7 @@ class Checkpointing:
             *auxiliary, (_, main) = [(update.name, update.nonfinite_losses) for update in self._train_steps]
             reported = self._reported
             if reported is not None and self._validated != step:
-                reported = reported.model_copy(update={"rows": []})
+                reported = reported.model_copy(update={"rows": []})  # they are of earlier weights
             state = RunState(
                 reported=reported,
                 step=step,

@@ -19,7 +19,7 @@ _CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 def set_up_torch(scaling: ScalingConfig, precision: str, device: torch.device) -> None:
     """Sets threads, float32 products and algorithms, before the device is used."""
     if device.type == "cpu":
-        torch.set_num_threads(scaling.cpus_per_worker)
+        torch.set_num_threads(scaling.cpus_per_worker)  # their number decides the order of sums
         return
     if autocast_type(precision, device) is not None:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
@@ -48,7 +48,7 @@ def repeat_bits() -> None:
     them.
     """
     value = os.environ.get(_CUBLAS)
-    if value not in _WORKSPACES:
+    if value not in _WORKSPACES:  # a user's choice that repeats bits stays
         if value is not None:
             get_logger().warning("%s = %s does not repeat bits; %s is used", _CUBLAS, value, _WORKSPACES[0])
         os.environ[_CUBLAS] = _WORKSPACES[0]  # read at the first product

@@ -106,6 +106,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
     cloud = config.scaling.spot_notices
+    # one worker of a host asks for all
     spot_watch = nullcontext() if cloud is None or context.get_local_rank() else SpotWatch(cloud, heartbeat.node)
     resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * heartbeat.size
     streams = heartbeat.size * (1 + len(config.auxiliary_tasks))
@@ -203,12 +204,13 @@ def work(
         of_checkpoints = {key: identity[key] for key in ("config_hash", "data_hash")}
         if store := store_of(config.run, plan.folder):
             newest = store.fetch(expected=of_checkpoints) if comm.rank == 0 else None
+            # all take what rank 0 has verified and chosen
             step = comm.all_reduce_max(0 if newest is None else newest[1].step)
             if step and comm.rank != 0:
                 store.fetch_step(step)
     try:
         parts = build_parts(plan, comm, device)
-    except (ShardError, EncoderError, UsageError) as error:
+    except (ShardError, EncoderError, UsageError) as error:  # told to all below, who would wait for this worker
         problem = str(error)
     if comm.all_reduce_max(int(bool(problem))):  # a host may have other packages than the first one
         return _given_up(problem, comm.rank)
@@ -218,7 +220,7 @@ def work(
         collator = parts.collators[name]
         place = comm.rank, comm.size, done, plan.total_steps, plan.tasks[name].places
         share = rank_plan(plan.orders[name], shards[name], *place, fetch=getattr(collator, "fetch", None))
-        return batches(share, collator, device, tasks=reporter is not None)
+        return batches(share, collator, device, tasks=reporter is not None)  # without Ray this process reads them
 
     def prefetch(done: int) -> Prefetcher:
         shares = zip(*(read(name, done) for name in plan.tasks), strict=True)

@@ -146,6 +146,7 @@ class Watchdog:
         current = {rank: seen for (group, rank), seen in self._written.items() if group == self.group}
         self.reached = max(self.reached, *(heartbeat["step"] for heartbeat, _ in current.values()))
         ranks = sorted(current.items())
+        # not the whole heartbeats: `written` changes in a worker that hangs, too
         signs = (self.group, *((rank, p["step"], p["phase"]) for rank, (p, _) in ranks))
         if signs != self._progress[0]:
             self._progress = (signs, now)
@@ -169,6 +170,7 @@ class Watchdog:
         worst = max(silent, key=lambda rank: silent[rank])
         if silent[worst] < _SILENT_SECONDS:
             worst = min(current, key=lambda rank: (*_place(current[rank][0]), rank))
+        # one worker alone waits for nobody
         apart = len(current) == 1 or len({_place(p) for p, _ in current.values()}) > 1
         return Hang(current[worst][0], silent[worst], still, apart or silent[worst] >= _SILENT_SECONDS)
 

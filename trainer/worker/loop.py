@@ -75,7 +75,7 @@ def read(pending: Sequence[PendingStep]) -> StepMetrics:
     if not other_parts:
         return main
     tokens = sum(part.num_tokens for part in parts)
-    places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)
+    places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)  # 1e-9: no division by 0
     auxiliary = {
         f"{step.train_step.name}_{key}": getattr(part, key)
         for step, part in zip(pending, other_parts, strict=False)
@@ -130,7 +130,7 @@ class TrainingLoop:
             EncoderError: the encoder would start with random instead of pretrained weights; on every rank.
         """
         done = self.heartbeat.step = self.checkpointing.resume()
-        if done == 0:
+        if done == 0:  # later weights are those of a checkpoint
             self.refuse_random_weights()
         if self.checkpointing.ended(done):
             self.heartbeat.phase = "ended"
@@ -164,6 +164,7 @@ class TrainingLoop:
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             config_values = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
+        # a start that was killed before its first save has its scores already
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
@@ -182,6 +183,7 @@ class TrainingLoop:
             recorder.flush_pending()  # the step before, which the device finishes while it has this one to compute
             recorder.add(pending, ended)
             due = step == train_step.total_steps or (every and step % every == 0)
+            # else the next step's time would hold the validation, and the start's time that of a second step
             if due or step == done + 1 or not _all_late(self.train_steps):
                 recorder.flush_pending()
             heartbeat.finish_step(step)
@@ -240,7 +242,7 @@ class TrainingLoop:
         if step == 1 and remark and self.train_step.comm.rank == 0:
             get_logger().warning("%s", remark)
         if metrics:
-            seconds = time.time() - self.began
+            seconds = time.time() - self.began  # Unix time, as another process took the begin
             get_logger().info("step %d, %.1f s after the start", step, seconds)
             metrics.add("start", step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
 
@@ -253,6 +255,7 @@ class TrainingLoop:
         encoder = self.config.encoder
         needs_head = self.config.objective.mlm and not encoder.new_mlm_head
         problems = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
+        # hosts may have other copies; an error on one alone would leave the others waiting
         if self.train_step.comm.all_reduce_max(len(problems)):
             raise EncoderError(
                 "; ".join(problems)

@@ -70,6 +70,7 @@ def gcp_notice() -> Notice:
     answer = _ask(Request(place, headers={"Metadata-Flavor": "Google"})).strip().upper()
     if answer not in (b"TRUE", b"FALSE"):
         raise OSError(f"instance/preempted is {answer[:40]!r}, not TRUE or FALSE")
+    # the server does not tell the time
     return ("preempted", time.time() + _GCP_SECONDS) if answer == b"TRUE" else None
 
 
@@ -85,7 +86,7 @@ def _ask(request: Request) -> bytes:
     try:
         with _DIRECT.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             content: bytes = answer.read(_MOST_BYTES)
-    except HTTPException as error:
+    except HTTPException as error:  # urllib lets it pass, for example an answer that breaks off
         raise OSError(f"{request.full_url}: {error!r}") from error
     return content
 
@@ -113,7 +114,7 @@ class SpotWatch(Watcher):
             notice = CLOUDS[self._cloud]()
         except OSError as error:
             self._failures += 1
-            if self._failures == _MOST_FAILURES:
+            if self._failures == _MOST_FAILURES:  # said once, as questions go on
                 get_logger().warning(
                     "scaling.spot_notices = %s: the metadata server does not answer (%s); the loss of this host will "
                     "be noticed only when it happens. On another cloud, or in a container without a route to the "

@@ -45,7 +45,7 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
     parser.shared("--text-field", "--pooling", "--precision", "--trust-remote-code")
     options = _options(parser, arguments)
-    from declutr.embedding.job import embed
+    from declutr.embedding.job import embed  # loads pyarrow, for which no wrong option waits
 
     setup_logging("embed")
     note = embed(**options)
@@ -109,7 +109,7 @@ def _weight(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
+        value = math.nan  # refused by the comparison below
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 100")
     return value

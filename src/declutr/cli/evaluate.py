@@ -54,6 +54,7 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         DataError: the data cannot be used.
         EncoderError: an encoder cannot be loaded.
     """
+    # argparse has no public list of options
     actions = {action.dest: action for action in _parser()._actions if action.dest not in ("help", "encoders")}
     problems = [f"{name}: unknown key{suggest(name, list(actions))}" for name in settings if name not in actions]
     if sum(settings.get(name) is not None for name in _SOURCES) != 1:
@@ -73,6 +74,7 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     if _evaluate(options):
         raise UsageError("evaluate: not everything was scored; standard error says why")
     files = {name: options.output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")}
+    # the others are of earlier calls
     fresh = {name: path for name, path in files.items() if path.is_file() and path.stat().st_mtime_ns >= began}
     return {name: json.loads(path.read_text()) for name, path in fresh.items()}
 
@@ -152,6 +154,7 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
 def _score_each(options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None]) -> list[str]:
     """Load each encoder and score it; return the names of those that could not be, each reported on stderr."""
     failed = []
+    # the pretrained one may be among the encoders
     names = dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])])
     for name in names:
         try:
@@ -168,7 +171,7 @@ def _score_pairs(options: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; the first that cannot be scored ends the command."""
     from declutr.evaluation.retrieval.pairs import read_test
 
-    test = read_test(options.pairs, options.documents)
+    test = read_test(options.pairs, options.documents)  # its problems need not wait for the encoders
     from declutr.encoders.protocol import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.lexicon import Lexicon

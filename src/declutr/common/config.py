@@ -15,7 +15,7 @@ from declutr.common.errors import ConfigError, refused_settings, shown_value, su
 from declutr.common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
-_MAX_DEPTH = 64
+_MAX_DEPTH = 64  # as in a file (`MAX_DEPTH` of yamlfile.py)
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 
 
@@ -90,7 +90,7 @@ def load_config(
     if isinstance(settings, model):
         if not overrides:
             return settings
-        values = settings.model_dump(mode="json", exclude_unset=True)
+        values = settings.model_dump(mode="json", exclude_unset=True)  # what was left to the shards stays so
     elif isinstance(settings, Mapping):
         values = _plain(settings)
     elif not isinstance(settings, str | Path):
@@ -115,6 +115,7 @@ def load_config(
     problems += [
         line
         for line in number_problems(values, model)
+        # else validation has named it
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
@@ -232,6 +233,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")
             value = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
+            # pydantic gives them in a text alone
             expected = re.findall("'(.+?)'", item["ctx"].get("expected_tags", ""))
             choices = expected or choices_of(below((model,), path), kind)
             prefix = f"{key}.{kind} = {shown_value(value)}: "
@@ -252,6 +254,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 text = item["input"]
+                # a shell expands * and ?, and YAML cuts at a comma
                 message += f": write '[\"{text}\"]'" if {*"*?,"} & {*str(text)} else f": write [{text}]"
         lines.setdefault(prefix, []).append(message)
     return [prefix + "; or: ".join(dict.fromkeys(messages)) for prefix, messages in lines.items()]

@@ -138,6 +138,7 @@ def _default_cell(default: Any) -> str:
 
 
 def _dumped(value: Any, default_flow_style: bool | None) -> list[str]:
+    # 10,000: YAML would break long texts
     text: str = yaml.safe_dump(
         value, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=default_flow_style
     )
@@ -170,6 +171,7 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
     same = [beside[own_word]] if own_word in beside else [key for key in same if ".NAME." not in key] or same
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    # reversed: of equal names the first one stays
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     # a key of the same parents would be near by them alone, whatever its name
     other_places = {key: key for key in everywhere if key not in beside.values() and key != ".".join(parents)}

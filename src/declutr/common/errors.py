@@ -68,7 +68,7 @@ class SessionError(DeclutrError, RuntimeError):
     """No Ray session could be started on this machine."""
 
 
-class RemoteError(DeclutrError, OSError):
+class RemoteError(DeclutrError, OSError):  # OSError: the saver of a run retries it
     """A file or folder that cannot be sent or fetched; the message names it, the cause and a remedy."""
 
 
@@ -230,5 +230,5 @@ def refused_settings(tree: Any, key: str = "") -> Iterator[str]:
 
 
 def _hide(option: re.Match[str]) -> str:
-    secret = _SECRET_KEY.search(unquote(option["key"]))
+    secret = _SECRET_KEY.search(unquote(option["key"]))  # a server also reads %74oken as token
     return f"{option['key']}={_HIDDEN if secret else option['value']}"

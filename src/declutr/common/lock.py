@@ -140,7 +140,7 @@ class RunLock(Watcher):
         return None
 
     def _write(self) -> None:
-        with self._path.open("wb") as stream:
+        with self._path.open("wb") as stream:  # not a new file, whose inode nobody has locked
             stream.write(msgspec.json.encode(self._holder))
             stream.flush()
             os.fsync(stream.fileno())
@@ -270,11 +270,12 @@ def this_process(token: str) -> Holder:
 def _began(pid: int) -> str | None:
     """Start time of a process of this host; None if no such process exists. Pids are reused, start times are not."""
     try:
+        # behind the name of the program, which may hold spaces and parentheses
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
         on_macos = not Path("/proc/self/stat").exists()
         return "running" if on_macos and psutil.pid_exists(pid) else None
-    return None if state in "ZX" else fields[18]
+    return None if state in "ZX" else fields[18]  # field 22 of proc(5); a zombie has ended
 
 
 def _pid_namespace() -> str:

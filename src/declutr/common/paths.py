@@ -24,7 +24,7 @@ def expand(path: str) -> Path:
         raise UsageError("an empty path; name a file or a folder")
     if "\0" in path:
         raise UsageError(f"{path!r} holds a NUL character")
-    if os.path.lexists(path):
+    if os.path.lexists(path):  # a broken link exists, too
         return Path(path)
     if _NEARLY_AN_ADDRESS.match(path):
         raise UsageError(

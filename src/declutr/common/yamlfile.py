@@ -70,6 +70,7 @@ class _Strict(yaml.SafeLoader):
 
 
 _AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+# a table of its own: `safe_dump` and other loaders use that of the base
 _Strict.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _AS_TEXT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -112,11 +113,11 @@ def read_yaml_file(path: Path) -> Any:
         YamlError: as `read_yaml`, or the file is not UTF-8 or too long.
         OSError: the file cannot be read.
     """
-    raw = read_regular(path, MAX_BYTES + 1)
+    raw = read_regular(path, MAX_BYTES + 1)  # one more tells a longer file
     if len(raw) > MAX_BYTES:
         raise YamlError(f"is longer than {MAX_BYTES:,} bytes")
     try:
-        return read_yaml(raw.decode("utf-8-sig"))
+        return read_yaml(raw.decode("utf-8-sig"))  # an editor may have put a byte order mark before it
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise YamlError(f"is not UTF-8 text: byte {raw[error.start]:#04x} in line {line}; save it as UTF-8") from error

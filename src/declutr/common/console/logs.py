@@ -37,9 +37,9 @@ def setup_logging(role: str) -> None:
     handler = _Handler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("declutr")
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [handler]  # a second call must not write each line twice
     logger.setLevel(level.upper() if is_level else logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # nor a handler of the root logger, as other libraries set it
     if level and not is_level:
         logger.warning("DECLUTR_LOG = %s is no level; INFO is used. The others are DEBUG, WARNING and ERROR", level)
 

@@ -33,7 +33,7 @@ def fetch_all(remote: Folder, local: Path) -> int:
         RemoteError: a preparation into that address is unfinished, `local` holds other files, the store refuses, or it
             did not answer in time.
     """
-    local = Path(os.path.realpath(local))
+    local = Path(os.path.realpath(local))  # a link stays; what it names is filled
     if local.is_mount():
         raise RemoteError(f"{local} is a mount point, which cannot be replaced; name a folder in it")
     available = _tree(remote)

@@ -151,7 +151,7 @@ class Folder:
                 raise AlteredError(f"{self.at(name)} is truncated or altered (checksum differs)")
 
         with ThreadPoolExecutor(_FETCHES) as pool:
-            list(pool.map(fetch, files))
+            list(pool.map(fetch, files))  # `list`: `map` alone raises nothing
 
     def pull(self, name: str, local: Path) -> bool:
         """Fetches one file and replaces the local one; returns False if the remote file does not exist."""
@@ -246,7 +246,7 @@ class Folder:
         for name in sent:
             self.put(name, local / name)
         self.commit(new)
-        for name in sorted(set(old or ()) - set(new)):
+        for name in sorted(set(old or ()) - set(new)):  # after the list: a rest does no harm
             self.delete(name)
         return len(sent)
 
@@ -271,6 +271,7 @@ class Folder:
         local.parent.mkdir(parents=True, exist_ok=True)
         with local.with_name(f".{local.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # another process may have fetched it meanwhile
             if not local.exists() or (renew and records(local) != files):
                 with atomic_folder(local, replace=True) as aside:
                     self.fetch_all(files, aside)
