@@ -68,7 +68,7 @@ class ClipWorkload(Workload):
     content: str = "images"
 
     def batch(self, first: int, count: int) -> RankBatch:
-        """A batch of made-up images, or of sounds of 0.3 to 10.24 s."""
+        """A batch of made-up images, or of sounds from 0.3 s on, each 1.2 s longer."""
         rows, collator = CLIPS[self.content]
         return collator.collate(rows(count), np.full(count, first))
 

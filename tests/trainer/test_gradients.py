@@ -104,6 +104,16 @@ def stepped_alone(name):
     return stepped(CASES[name])
 
 
+def test_statistics_of_a_batch_do_not_depend_on_microbatches():
+    """BatchNorm's, whole and cut into microbatches of 40 tokens."""
+    whole, pieces = (
+        {name: value for name, value in tensors.items() if "running" in name}
+        for tensors in (stepped_alone("scd")[1], stepped(CASES["scd"], tokens=40)[1])
+    )
+    assert len(whole) == 4
+    assert deviation(*([table[name] for name in whole] for table in (pieces, whole))) < 1e-12
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("size", "sharded", "shared_rows"), [(2, False, SHARED_ROWS), (3, False, 0), (2, True, 0)])
 def test_steps_are_equal_on_any_number_of_workers(size, sharded, shared_rows):
