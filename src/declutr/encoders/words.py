@@ -60,6 +60,7 @@ class HashedWords:
 
     def _signs(self, words: list[str]) -> NDArray[np.int8]:
         """Signs -1 and 1, `(len(words), size)`."""
+        # "replace", because a text may hold half of a character
         digests = [hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest() for word in words]
         keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
         drawn = seeding.words(self.seed, "hashed-words", keys, np.zeros_like(keys), -(-self.size // 32))
