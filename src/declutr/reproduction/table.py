@@ -68,6 +68,7 @@ class Scorer:
             reasons = "; ".join(f"{task.task.label}: {task.reason}" for task in unusable)
             remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
             raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
+        # STS12-16 alone name no protocol, and a choice needs one
         protocols = tuple(sorted({name for pair in scored if (name := _protocol(*pair))})) or ("senteval",)
         self._choice = ScoringChoice(protocols=protocols, classifier=plan.classifier, geometry=False)
         self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
