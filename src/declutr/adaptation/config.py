@@ -40,7 +40,7 @@ PASSAGE_TOKENS = 62  # two fewer than a window of the shards, for the special to
 """Tokens of a passage without special ones."""
 WINDOW_TOKENS = 64
 """Tokens of a window of the shards, `geometry.max_tokens` of `configs/adapt.yaml`."""
-FAR_TOKENS = PASSAGE_TOKENS + 96
+FAR_TOKENS = PASSAGE_TOKENS + 96  # `min_distance_tokens` of configs/adapt.yaml
 """Tokens between the starts of two passages of which one must find the other."""
 LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
 """Tokens of the shortest document with two such passages: 256, because passages start with windows."""

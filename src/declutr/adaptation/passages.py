@@ -100,7 +100,7 @@ def _read(corpus: Corpus, ids: set[bytes]) -> dict[bytes, str]:
     return texts
 
 
-_PASSAGES = 8
+_PASSAGES = 8  # so many that 100 documents give a useful interval (docs/decisions/0036-adaptation.md)
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
 _MOST_WORDS, _MOST_HEADINGS = 20, 8  # words of a heading; headings of a document that search
 

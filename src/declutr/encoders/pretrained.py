@@ -247,7 +247,7 @@ def _tokenizer_of(path: Path, data: str) -> Any:
         )
     check_folder(folder)
     check_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None would ask at a terminal
 
 
 def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
