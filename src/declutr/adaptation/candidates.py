@@ -80,6 +80,7 @@ def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -
         tokens_per_second: of the start's forward.
         num_documents: that are trained on.
     """
+    # anchor and positive: 48 of 32 to 64 tokens on average (Beta(4, 2) and Beta(2, 4)), and 2 special ones
     tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
     steps = int((seconds * 2 / 3 - _LOAD_SECONDS) * tokens_per_second / (tokens * _STEP_COST))
     return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
@@ -111,7 +112,7 @@ class CandidateBuilder:
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
-        if name not in (CLOSED, TRAINED):
+        if name not in (CLOSED, TRAINED):  # all others are made from it
             self.make(TRAINED, start, steps)
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
@@ -268,7 +269,7 @@ def write_whitened(encoder: TransformerEncoder, sums: WithinSums, folder: Path) 
     matrix = whitening(sums)
     layer = nn.Linear(len(matrix), len(matrix), bias=False)
     with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(matrix))
+        layer.weight.copy_(torch.from_numpy(matrix))  # symmetric, so Linear's transposition changes nothing
     write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
 
 
@@ -286,7 +287,7 @@ def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values,
     """
     rows = unit_rows(start.embed_ids(passages.ids).astype(np.float64))
     before, after = (np.full(passages.num_documents, np.nan) for _ in range(2))
-    fold_of = np.arange(passages.num_documents) % _FOLDS
+    fold_of = np.arange(passages.num_documents) % _FOLDS  # documents are in the order of their keys, so by chance
     for fold in range(min(_FOLDS, passages.num_documents)):
         inside = fold_of[passages.owners] == fold
         matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]))

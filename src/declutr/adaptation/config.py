@@ -40,13 +40,13 @@ PASSAGE_TOKENS = 62  # two fewer than a window of the shards, for the special to
 """Tokens of a passage without special ones."""
 WINDOW_TOKENS = 64
 """Tokens of a window of the shards, `geometry.max_tokens` of `configs/adapt.yaml`."""
-FAR_TOKENS = PASSAGE_TOKENS + 96
+FAR_TOKENS = PASSAGE_TOKENS + 96  # `min_distance_tokens` of configs/adapt.yaml
 """Tokens between the starts of two passages of which one must find the other."""
 LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
 """Tokens of the shortest document with two such passages: 256, because passages start with windows."""
 HELD_OUT = 0.4  # so that 500 documents give the 100 test rows of an interval
 """Share of the documents that is not trained on: half of it chooses, the other half reports."""
-BATCH_DOCUMENTS = 64
+BATCH_DOCUMENTS = 64  # `batch_documents` of configs/adapt.yaml
 STATE = "state.json"
 _SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "adapt.yaml"
 
@@ -88,7 +88,7 @@ class AdaptConfig(Strict):
 
         places: dict[str, Any] = {"pairs": absolute(self.pairs), "stsb": absolute(self.stsb)}
         places["corpus"] = [path if "://" in path else absolute(path) for path in self.corpus]
-        if expand(self.encoder).is_dir():
+        if expand(self.encoder).is_dir():  # else it is a name at the hub
             places["encoder"] = absolute(self.encoder)
         return self.model_copy(update=places)
 
@@ -206,7 +206,7 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     try:
         yield state
     finally:
-        if path.is_file():
+        if path.is_file():  # not before the corpus is prepared: until then another one may be named
             state.write()  # also after a failure: --minutes counts the time of all starts
 
 
@@ -237,7 +237,7 @@ def as_options(message: str) -> str:
     """A message of `prepare` with options of `adapt` in place of settings."""
     for pattern, words in _OPTIONS.items():
         message = re.sub(pattern, words, message)
-    return message.replace("CORPUS :", "CORPUS:")
+    return message.replace("CORPUS :", "CORPUS:")  # of `corpus.paths:`, which names no value
 
 
 @contextmanager
@@ -245,7 +245,7 @@ def own_words() -> Iterator[None]:
     """Gives messages and errors of `prepare` the options of `adapt`, which takes no settings."""
 
     def reworded(record: logging.LogRecord) -> bool:
-        record.msg, record.args = as_options(record.getMessage()), ()
+        record.msg, record.args = as_options(record.getMessage()), ()  # the message has them already
         return True
 
     get_logger().addFilter(reworded)
@@ -268,7 +268,7 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
     least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
     units, _ = plan_units(config.corpus, config.unit_mib)
     records = (record for unit in units for record in read_unit(unit, config.corpus))
-    read, sources = 0, dict[str, None]()
+    read, sources = 0, dict[str, None]()  # 0, because a corpus may hold no record
     for read, record in enumerate(records, 1):
         sources[record.source] = None
         if isinstance(record, ReadFailure):
@@ -302,7 +302,7 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     if output.is_dir() and not (output / STATE).is_file():
         if others := sorted({path.name for path in output.iterdir() if not path.name.startswith(".")} - _OWN):
             yield f"--output {output}: holds {excerpt(others)}, not an adaptation; name a new folder"
-        if (output / ENCODER).exists():
+        if (output / ENCODER).exists():  # "better" would replace it, every other verdict remove it
             yield f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder"
     for path in (Path(path).resolve() for path in config.corpus if "://" not in path):
         if not path.exists() and not glob.has_magic(str(path)):

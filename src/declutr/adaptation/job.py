@@ -138,7 +138,7 @@ class _Adaptation:
     def run(self) -> Result:
         self._say("preparing the corpus")
         prepared = self.config.prepare_config(self.output / "data", self.address)
-        if self.state.start is None:
+        if self.state.start is None:  # else an earlier start has prepared it
             check_lengths(prepared, self.start.tokenizer)
         with own_words():
             manifest = prepare(prepared)
@@ -285,7 +285,7 @@ class _Adaptation:
         )
         if encoder is not None and better:
             with atomic_folder(place, replace=True) as aside:
-                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
+                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)  # `aside` exists already
                 write_text(aside / CARD, adapted_card(self.config, result, encoder))
         elif place.exists():
             shutil.rmtree(place)  # of an earlier verdict; a folder that looks like a result would be used
@@ -318,6 +318,7 @@ class _Adaptation:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""
         path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest])[:32]}.json"
         if path.is_file():
+            # a null becomes NaN again
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         scores = test.encoder(encoder)
         write_json(path, _plain(scores))  # scoring takes minutes, and a later start needs it again
@@ -333,6 +334,7 @@ class _Adaptation:
 
 def _plain(values: Values) -> dict[str, list[float | None]]:
     """Values as JSON has them: null for a row without a value."""
+    # NaN alone differs from itself
     return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
 
 

@@ -31,7 +31,7 @@ F32 = NDArray[np.float32]
 Split = Literal["development", "test"]
 MOST_DOCUMENTS = 500
 """Documents of a split that are scored: long ones by key, then others; more would hardly narrow the intervals."""
-_MOST_OF_FEW = 5 * MOST_DOCUMENTS
+_MOST_OF_FEW = 5 * MOST_DOCUMENTS  # each fold searches among as many as a split
 """The same for a corpus that is scored in five folds."""
 
 
@@ -69,7 +69,7 @@ def all_documents(corpus: Corpus, data: Path) -> list[str]:
 
 def _select(keys: NDArray[np.uint64], tokens: NDArray[np.int64], max_documents: int) -> NDArray[np.int64]:
     """Places of at most `max_documents` documents in the order of their keys; long ones have precedence."""
-    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]
+    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]  # lexsort's last key leads
     ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
     return ordered
 
@@ -93,14 +93,14 @@ def _read(corpus: Corpus, ids: set[bytes]) -> dict[bytes, str]:
     for record in (record for unit in units for record in read_unit(unit, corpus)):
         if len(texts) == len(ids):
             break
-        if isinstance(record, Document) and not isinstance(record, Rejected):
-            identity = document_id(normalise(record.text).encode())
+        if isinstance(record, Document) and not isinstance(record, Rejected):  # a rejected one is a Document too
+            identity = document_id(normalise(record.text).encode())  # as `prepare` names it
             if identity in ids:
                 texts.setdefault(identity, record.text)
     return texts
 
 
-_PASSAGES = 8
+_PASSAGES = 8  # so many that 100 documents give a useful interval (docs/decisions/0036-adaptation.md)
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
 _MOST_WORDS, _MOST_HEADINGS = 20, 8  # words of a heading; headings of a document that search
 
@@ -152,7 +152,7 @@ class Passages:
             np.add.at(hits, self.owners, best & far)
             np.add.at(pairs, self.owners, far)
         with np.errstate(invalid="ignore"):
-            return hits / pairs
+            return hits / pairs  # 0 / 0 is NaN, and `compare` leaves such rows out
 
     def headings(self, scores: F32) -> F64:
         """`(n, 2)` headings of each document that find it first, and headings of it; a tie finds nothing.
@@ -180,8 +180,9 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     those of several documents, such as "Introduction", and those of one word are left out.
     """
     parts = [_headings(text) for text in documents]
+    # a set: a heading that one document repeats still names it alone
     common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
-    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the encoder's own stays as it is
     engine.no_truncation()  # passages are cut here, from the whole document
     engine.no_padding()
     example = engine.encode("a", add_special_tokens=True)
@@ -194,6 +195,7 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
         windows = np.arange(len(encoded.ids) // WINDOW_TOKENS) * WINDOW_TOKENS
         if len(windows) < 2:
             continue
+        # unique: of fewer windows than passages, some would be taken twice
         chosen = windows[np.unique(np.linspace(0, len(windows) - 1, _PASSAGES).round().astype(np.int64))]
         for start in chosen.tolist():
             end = start + PASSAGE_TOKENS
@@ -216,6 +218,7 @@ def _headings(text: str) -> tuple[list[str], str]:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         match = _HEADING.fullmatch(line)
+        # a document of one line would have no text left
         heading = match[1].strip() if match else line if number == 0 and len(lines) > 1 else None
         if heading is None or num_words(heading) > _MOST_WORDS:
             kept.append(line)

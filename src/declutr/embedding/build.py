@@ -136,7 +136,7 @@ def index(
         from declutr.encoders.loading import encoder_of_index  # loads torch
 
         encoder = encoder_of_index(note.config.choice, model, trust_remote_code=trust_remote_code)
-    config = note.config.model_copy(update={"output": file.absolute()})
+    config = note.config.model_copy(update={"output": file.absolute()})  # the file may have moved
     if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
         # A request would carry the credentials of this user.
         raise UsageError(
@@ -232,11 +232,12 @@ def _write_texts(
         for unit in units:
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
             fields = read_unit(unit, corpus_of(config, source_field)) if source_field else itertools.repeat(None)
-            for (record, key), field in zip(records, fields, strict=False):
+            for (record, key), field in zip(records, fields, strict=False):  # `itertools.repeat` has no end
                 record_number, source = next(number), field if isinstance(field, Document) and field.text else None
                 if source and (source.source, source.offset) != (record.source, record.offset):
                     raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document):
+                    # without the CR of a line that ends in CR LF, as `embed_unit` counts characters
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
                     row: dict[str, int | str | None] = {
                         "record": record_number,
@@ -339,13 +340,14 @@ def fit_plane(vectors: NDArray[np.float32]) -> tuple[F64, F64, float]:
         variance within the plane, 1 if there is none.
     """
     mean = vectors.mean(axis=0, dtype=np.float64)
-    _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)
+    _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)  # the full ones would be size x size
     variances, axes = singular**2, np.zeros((vectors.shape[1], 2))
     real = variances[:2] > _LEAST_SHARE * variances[0]  # others are rounding
     axes[:, : len(real)] = directions[:2].T * real
     # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
     axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
     total = float(variances.sum())
+    # at most 1, because two sums round differently
     return mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0
 
 

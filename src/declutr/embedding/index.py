@@ -128,6 +128,7 @@ class StoredTexts:
         """
         batch, place = divmod(row, CHUNK_ROWS)
         values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
+        # an altered file may have nulls
         return Stored(row, **values | {name: values[name] or "" for name in ("source", "text")})
 
     def __iter__(self) -> Iterator[str]:
@@ -182,6 +183,7 @@ class StoredVectors:
     def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
         self._is_int8 = dtype == "int8"
         self._vectors = mapped(path, rows, size, dtype)
+        # in chunks: the answers for all numbers would take a byte each
         chunks = (self._vectors[start : start + CHUNK_ROWS] for start in range(0, rows, CHUNK_ROWS))
         if not self._is_int8 and not all(np.isfinite(chunk).all() for chunk in chunks):
             raise UsageError(f"{path} holds numbers that are not finite; build the index again")
@@ -201,7 +203,7 @@ class StoredVectors:
 
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
     """Rows of the `top` highest scores `(rows,)`, best first, of equal ones the first rows; all if there are fewer."""
-    low = -scores
+    low = -scores  # ascending, so that the stable sort keeps the first of equal rows first
     rows = np.arange(len(low))
     if top < len(low):
         # Sorting all would take longer than computing the scores.
@@ -257,7 +259,7 @@ class SearchIndex:
 
     def embed(self, encoder: SentenceEncoder, query: str) -> NDArray[np.float32]:
         """Vector of a query, `(size,)`, of length 1; a null vector stays null."""
-        shape = self.facts.shape.model_copy(update={"normalise": True})
+        shape = self.facts.shape.model_copy(update={"normalise": True})  # a cosine is a product of unit vectors
         if shape.dtype == "int8":  # a query is not rounded
             shape = shape.model_copy(update={"dtype": "float32"})
         whole = query.encode("utf-8", "replace").decode()  # a terminal may give half a character

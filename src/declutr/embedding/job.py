@@ -259,7 +259,7 @@ def _run(
         def report(texts: int, num_bytes: int) -> None:
             nonlocal num_texts
             num_texts += texts
-            seconds = max(1e-9, float(progress.format_dict["elapsed"]))
+            seconds = max(1e-9, float(progress.format_dict["elapsed"]))  # the clock may not have moved yet
             progress.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
             progress.update(num_bytes)
 

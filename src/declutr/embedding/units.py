@@ -213,7 +213,7 @@ def embed_unit(
                             )
                         skipped[record.reason] += 1
                     else:
-                        text = record.text.removesuffix("\r")
+                        text = record.text.removesuffix("\r")  # of a line that ends in CR LF
                         passages = cutter.passages(text) if cutter else []
                         places += passages
                         texts += [passage.of(text) for passage in passages] if cutter else [text]
@@ -254,7 +254,7 @@ def embed_unit(
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )
-    write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")
+    write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")  # last: marks the part as whole
     return sidecar
 
 
@@ -262,7 +262,7 @@ def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
     """Sidecar of a unit that needs no more work, or None."""
     try:
         sidecar = EmbeddingSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, ValidationError):  # not done yet, or by another version
         return None
     path = folder / f"{unit}.arrow"
     whole = path.is_file() and path.stat().st_size == sidecar.num_bytes

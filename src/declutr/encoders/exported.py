@@ -89,7 +89,7 @@ class OnnxEncoder:
         rows = self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
         ids = [row.ids for row in rows]
         batches = batches_of([len(row) for row in ids])
-        embeddings = np.zeros((len(texts), self.size), np.float32)
+        embeddings = np.zeros((len(texts), self.size), np.float32)  # `batches_of` leaves out texts without tokens
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for batch, vectors in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
                 embeddings[batch] = vectors
@@ -130,7 +130,7 @@ def batches_of(lengths: Sequence[int]) -> list[list[int]]:
     A batch ends before it has more than `_BATCH_TOKENS` tokens, and at another length once it has half as many.
     """
     batches: list[list[int]] = []
-    for place in np.argsort(lengths, kind="stable").tolist():
+    for place in np.argsort(lengths, kind="stable").tolist():  # equal lengths have one order everywhere
         length = lengths[place]
         if not length:
             continue

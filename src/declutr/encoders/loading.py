@@ -115,7 +115,7 @@ def load_encoder(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         there = torch.device(device).type != "cuda" or torch.cuda.is_available()
-    except RuntimeError:
+    except RuntimeError:  # torch does not know the name
         there = False
     if not there:
         raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
@@ -138,7 +138,7 @@ def load_encoder(
         embedding_size=recipe.size if recipe else None,
         unused=unused,
         precision=precision,
-        chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,
+        chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,  # on a CPU tokenizing ahead would compete with it
         pretrained=start_of(path),
     )
     return CutEncoder(whole, recipe.cut) if recipe and recipe.cut and recipe.cut < whole.size else whole
@@ -209,6 +209,7 @@ def pack_linears(module: nn.Module) -> None:
     if not can_pack_linear():
         return
     for layer in module.modules():
+        # no subclass, whose forward may be another
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
             with torch.inference_mode():
                 packed = pack_linear(layer.weight.detach(), _PACKED_ROWS)

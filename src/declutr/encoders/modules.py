@@ -203,7 +203,7 @@ def _file(name: str, file: str) -> Path | None:
         raise EncoderError(problem)
     try:
         return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
-    except LocalEntryNotFoundError as error:
+    except LocalEntryNotFoundError as error:  # first, because it is an EntryNotFoundError too
         if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
             return None
         raise EncoderError(

@@ -94,17 +94,18 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         check_steps(json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {})
         if seed is None:
             if local:
-                with torch.device("meta"):
+                with torch.device("meta"):  # no memory for sizes that the weights do not have
                     planned = AutoModel.from_config(config, **_without_pooler(config), **trust)
                 in_files = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in _WEIGHTS)
                 check_size(sum(parameter.numel() for parameter in planned.parameters()), in_files)
             kinds = _without_pooler(config) | where | trust
             # Sizes that differ are reported with the other weights, by name.
             kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            # dtype, because transformers 5 would take that of the files
             model, report = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
             unused = check_weights(name, model, report)
         else:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it was
                 torch.manual_seed(seeding.torch_seed(seed, "weights"))
                 model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
     except EncoderError:
@@ -181,11 +182,12 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     try:
         config = TrainConfig.model_validate(read_yaml_file(settings))
         tokenizer = _tokenizer_of(path, config.places[0])
+        # both serve training alone; trust is the user's to give, not the run's
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
         encoder = _cached_encoder(config, tokenizer, path / ENCODER)
-        checkpoint.read_state(path)
+        checkpoint.read_state(path)  # compares the bytes of the weights before they are loaded
         load_parameters(path, encoder)
         objective, recipe = build_objective(config.main, encoder, "drop"), None
         if layers := objective.exported():  # those that an export contains too, such as supervised SimCSE's head
@@ -245,7 +247,7 @@ def _tokenizer_of(path: Path, data: str) -> Any:
         )
     check_folder(folder)
     check_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None would ask at a terminal
 
 
 def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
@@ -300,6 +302,7 @@ def broken_file(folder: Path) -> str:
             elif path.suffix == ".bin":
                 with path.open("rb") as stream:
                     start = stream.read(2)
+                # torch.save writes a zip; earlier files are pickles, which nothing here opens
                 if start in (b"", b"PK") and not zipfile.is_zipfile(path):
                     return f"{path} is damaged or half downloaded (its end is missing)"
             else:

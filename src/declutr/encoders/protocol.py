@@ -216,6 +216,7 @@ class CutEncoder:
 
     def __post_init__(self) -> None:
         self.name = f"{self.whole.name} [{self.size}]"
+        # of the vectors, because a cut has no precision of its own that `vectors_fingerprint` could add
         self.fingerprint = hash_json([vectors_fingerprint(self.whole), self.size])
         self.pretrained = getattr(self.whole, "pretrained", "")
 
@@ -233,6 +234,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if text.strip() == "none":
         return ()
     words = [word.strip() for word in text.split(",")]
+    # isascii, because other scripts have digits too
     if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and int(word))]:
         raise EncoderError(f"--sizes {text}: {', '.join(map(repr, wrong))} must be whole numbers from 1, or `none`")
     sizes = sorted(map(int, words))
@@ -260,6 +262,7 @@ def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[i
     declared: Any = getattr(getattr(model, "config", None), "matryoshka_dimensions", None)
     if declared is None:
         return ()
+    # type(), because True is an int
     if not isinstance(declared, list) or not all(type(size) is int and 1 <= size <= encoder.size for size in declared):
         raise EncoderError(
             f"{encoder.name}: its config.json has matryoshka_dimensions = {str(declared)[:60]}; they must be whole "

@@ -76,7 +76,7 @@ class TransformerEncoder:
         for module in (self.encoder, self.after):
             for key, value in sorted(module.state_dict().items()):
                 digest.update(key.encode() + str(value.dtype).encode())
-                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())  # NumPy has no bfloat16
         volatile = ("transformers_version", "dtype", "architectures")  # differ by version, not by embedding
         model = self.encoder.model.config.to_dict()
         settings = {
@@ -183,7 +183,7 @@ class TransformerEncoder:
         order = np.argsort(lengths, kind="stable")  # inputs of one length share one attention call
         flat = torch.from_numpy(np.concatenate([np.array(rows[place], np.int64) for place in order]))
         ordered = torch.from_numpy(lengths[order])
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64)  # no token is to be predicted
         pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
 
         def embed(piece: SpanBatch) -> torch.Tensor:

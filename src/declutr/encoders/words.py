@@ -60,8 +60,10 @@ class HashedWords:
 
     def _signs(self, words: list[str]) -> NDArray[np.int8]:
         """Signs -1 and 1, `(len(words), size)`."""
+        # "replace", because a text may hold half of a character
         digests = [hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest() for word in words]
         keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+        # a word of the stream has 32 bits
         drawn = seeding.words(self.seed, "hashed-words", keys, np.zeros_like(keys), -(-self.size // 32))
         # Little-endian on every machine.
         raw = np.ascontiguousarray(drawn.astype("<u4")).view(np.uint8)

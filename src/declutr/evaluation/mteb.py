@@ -22,6 +22,7 @@ class MtebEncoder:
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder
         name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]  # MTEB makes a folder of it
+        # MTEB finds earlier results by name and revision
         metadata = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
         self.mteb_model_meta = ModelMeta.create_empty(metadata | {"similarity_fn_name": ScoringFunction.COSINE})
 

@@ -61,9 +61,9 @@ class PublishedModel(Strict):
             if procedure == "retrieval":  # the printed number is the mean of the six recalls
                 results[task] = dict.fromkeys(RECALLS, values[0])
             elif procedure in correlations:
-                results[task] = {correlations[procedure]: values[0] / 100}
+                results[task] = {correlations[procedure]: values[0] / 100}  # papers print percent
             else:
-                results[task] = dict(zip(("acc", "f1"), values, strict=False))
+                results[task] = dict(zip(("acc", "f1"), values, strict=False))  # F1 is printed for MRPC alone
         return results
 
 

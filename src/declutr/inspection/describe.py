@@ -67,7 +67,7 @@ def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
     if not file.is_file():  # a tokenizer that is only implemented in Python
         from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+        slow = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)  # None would ask at a terminal
         return lambda ids: str(slow.decode(ids)).strip()
     from tokenizers import Tokenizer  # transformers takes longer to load than a look at shards
 

@@ -32,7 +32,7 @@ from declutr.trainer.objectives.declutr.spans import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 
 _NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())  # of images and clips
-_ANY_LENGTH = 2**30
+_ANY_LENGTH = 2**30  # of clips, and where the objective sets the limit
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,12 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
     place = encoder.pretrained
     if (run / EXPORT / "config.json").is_file():  # it has the positions of the run
         place = str(run / EXPORT)
+    # the run may come from someone else, and grants no trust
     settings = encoder.model_copy(update={"pretrained": place, "trust_remote_code": False})
     try:
         with cache_only("only what was downloaded before is read"):
             return max_span_tokens(load_shapes(settings, tokenizer))
+    # what transformers raises for files that it did not write
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(

@@ -155,8 +155,8 @@ def draw_intervals(name: str, title: str, rows: Sequence[tuple[str, float, tuple
         if interval:
             axes.plot(interval, [place, place], color=COLOURS["kept"], linewidth=1.6)
         axes.plot([difference], [place], color=COLOURS["kept"], marker="o", markersize=6)
-    axes.set_yticks(range(len(rows)), [row[0] for row in rows], parse_math=False)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows], parse_math=False)  # a name may be $x$
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # downwards: the first row on top
     axes.yaxis.grid(visible=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     axes.set_xlabel("points")
@@ -214,7 +214,7 @@ def _svg(figure: Figure, name: str) -> Markup:
             element.set("d", " ".join(element.attrib["d"].split()))
     # matplotlib's own style element, which the policy forbids, says the same
     root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt", "aria-hidden": "true"}
-    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("", _SVG)  # HTML knows no prefix such as ns0
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     return Markup(ElementTree.tostring(root, encoding="unicode"))  # matplotlib escaped every text
 

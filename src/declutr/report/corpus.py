@@ -182,6 +182,7 @@ def gather(folder: Path) -> Content:
     sums = survey(folder, manifest)
     return Content(
         name=folder.absolute().name,
+        # UTC, so that the page has the same bytes in every time zone
         prepared=datetime.fromtimestamp(int((folder / MANIFEST).stat().st_mtime), UTC),
         manifest=manifest,
         survey=sums,

@@ -105,6 +105,7 @@ class Lengths(Counter[int]):
 
     def quantile(self, part: float) -> int:
         """Smallest length that at least this share of the texts does not exceed."""
+        # NumPy takes weights with this method alone
         return int(np.quantile([*self], part, weights=[*self.values()], method="inverted_cdf"))
 
 
@@ -219,7 +220,7 @@ def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
         for first in range(0, shards.num_documents, _ROWS):
             rows = shards.take(np.arange(first, min(first + _ROWS, shards.num_documents)))
             (starts, offsets), (labels, _) = ragged(rows.column("starts")), ragged(rows.column("labels"))
-            ends = np.append(starts[1:], 0)
+            ends = np.append(starts[1:], 0)  # wrong for the last text of each row, until the next line
             ends[offsets[1:] - 1] = rows.column("num_tokens").to_numpy()
             for label in np.unique(labels).tolist():
                 role = first_role if label < 0 else LABELS[label]

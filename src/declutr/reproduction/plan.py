@@ -167,6 +167,7 @@ class ItemPlan:
         """The settings of a source with its own ones and the words of the command."""
         keys = self._keys if words else []  # the start and shards keep their own values
         exclusive = [*model.alternatives] if {*model.alternatives} & {*keys} else []  # epochs replace steps
+        # the dot ends a key; a section that is given replaces what the item has of it
         replaced = tuple(f"{key}." for key in (*keys, *exclusive))
         values = {key: value for key, value in source.settings.items() if not f"{key}.".startswith(replaced)} | own
         overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]

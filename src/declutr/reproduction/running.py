@@ -51,6 +51,7 @@ def plan_lines(plan: ItemPlan) -> list[str]:
         lines.append(f"  start      {'ready' if run_ready(plan.start) else f'trained in {plan.start.steps} steps'}")
     width = max(map(len, cells))
     lines += [f"  {cell:<{width}}  {_work(run)}" for cell, run in cells.items()]
+    # of trainings, because an encoder that is only scored takes far less
     seconds = [record["seconds"] for run, record in done if run.config] or [record["seconds"] for _, record in done]
     hours = median(seconds) / 3600 if seconds else plan.settings.hours
     left = len(plan.runs) - len(done)

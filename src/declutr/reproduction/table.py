@@ -68,8 +68,9 @@ class Scorer:
             reasons = "; ".join(f"{task.task.label}: {task.reason}" for task in unusable)
             remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
             raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
+        # STS12-16 alone name no protocol, and a choice needs one
         protocols = tuple(sorted({name for pair in scored if (name := _protocol(*pair))})) or ("senteval",)
-        self._choice = ScoringChoice(protocols=protocols, classifier=plan.classifier, geometry=False)
+        self._choice = ScoringChoice(protocols=protocols, classifier=plan.classifier, geometry=False)  # in no column
         self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
         """Tasks whose data are not the published ones, with their standing."""
         files = {task.task.name: [task.standing, dict(task.data.files)] for task in self._tasks if task.data}
@@ -313,7 +314,7 @@ def write_results(
 
 
 def _distinct(rows: Iterable[Any]) -> list[Any]:
-    return [*{hash_json(row): row for row in rows}.values()]
+    return [*{hash_json(row): row for row in rows}.values()]  # a dict cannot be in a set
 
 
 def _markdown(

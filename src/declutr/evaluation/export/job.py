@@ -57,7 +57,7 @@ def measure(
     figures |= {"cosine": None, "cosine_least": None}
     if not isinstance(after, StaticEncoder):  # whose principal components are another basis
         cosines = (unit_rows(first.astype(np.float64)) * unit_rows(second.astype(np.float64))).sum(axis=1)
-        filled = cosines[np.abs(first).max(axis=1) > 0]
+        filled = cosines[np.abs(first).max(axis=1) > 0]  # a null embedding has no cosine
         figures |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
     if stsb is not None:
         comparison = compare(stsb_values(before, stsb), stsb_values(after, stsb), _SEED, spearman)
@@ -194,7 +194,7 @@ def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) 
             write_static(encoder, inputs.corpus, aside, config.vocabulary_size, config.dimensions)
         else:
             floats = _write_onnx(config, encoder, texts, aside)
-        after, weights = load_encoder(str(aside), device="cpu"), list[Tensor]()
+        after, weights = load_encoder(str(aside), device="cpu"), list[Tensor]()  # what was written, as users load it
         if isinstance(encoder, TransformerEncoder):  # those in float32 with which embeddings are computed
             weights = [*encoder.encoder.model.base_model.parameters(), *encoder.after.parameters()]
         figures: dict[str, Any] = {
@@ -266,7 +266,7 @@ def _spread(texts: Sequence[str]) -> list[str]:
 
 
 _CONTINUED, _UNKNOWN = "##", "[UNK]"
-_A = 1e-4
+_A = 1e-4  # the best of four on STS-B's test set (docs/evidence/log.md)
 _MIN_TOKENS = 100
 
 
@@ -284,7 +284,7 @@ def write_static(
         raise EncoderError(f"--corpus: has {len(tokens):,} tokens; a table needs at least {_MIN_TOKENS}")
     counts = np.zeros(len(tokens), np.int64)
     for row in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
-        np.add.at(counts, row.ids, 1)
+        np.add.at(counts, row.ids, 1)  # `counts[row.ids] += 1` counts a token of a text once
     # a continuation is embedded as the letters it is
     vectors = encoder.encode([token.removeprefix(_CONTINUED) for token in tokens]).astype(np.float64)
     weights = _A / (_A + counts / max(1, counts.sum()))
@@ -308,9 +308,11 @@ def _tokenizer(encoder: SentenceEncoder, texts: Sequence[str], size: int) -> Tok
     lower = False
     if isinstance(encoder, TransformerEncoder):
         normalizer = json.loads(encoder.engine().to_str())["normalizer"]
+        # BERT's option, or a step of any sequence
         lower = '"lowercase": true' in json.dumps(normalizer) or '"Lowercase"' in json.dumps(normalizer)
     normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=lower), pre_tokenizers.BertPreTokenizer()
     counts = Counter(letter for text in texts for letter in normalizer.normalize_str(text) if not letter.isspace())
+    # sorted twice, so that ties are in the order of code points
     letters = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[: size // 4]
     trained = _with(models.WordPiece(unk_token=_UNKNOWN), normalizer, pre_tokenizer)
     trainer = trainers.WordPieceTrainer(
@@ -339,6 +341,7 @@ def _with(model: models.Model, normalizer: Any, pre_tokenizer: Any) -> Tokenizer
 def _components(vectors: NDArray[np.float64], max_components: int) -> NDArray[np.float64]:
     """Principal components `(tokens, min(most, size))`, each with a positive largest weight."""
     centered = vectors - vectors.mean(axis=0)
+    # reversed, because eigenvalues ascend
     directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :max_components]
     # an eigenvector may have either
     signs = np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])

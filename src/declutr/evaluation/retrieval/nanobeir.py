@@ -92,6 +92,7 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
 
 def _files(root: Path, name: str, part: str) -> list[Path]:
     """The files of a part: in a folder of the test, or in one of the part whose splits are the tests."""
+    # sorted, because a file system lists a folder in any order
     return sorted((root / name / part).glob("*.parquet")) or sorted((root / part).glob(f"{name}-*.parquet"))
 
 

@@ -113,8 +113,9 @@ class _Group:
         start = torch.Generator().manual_seed(config.seed)  # as torch.manual_seed of the official code
         widths = filter(None, (train.features.width, config.num_hidden, num_classes))  # without hidden units, one layer
         parameters = [p for pair in itertools.pairwise(widths) for p in linear_start(*pair, start)]
+        # contiguous: expanded tensors share the memory of one fit
         self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in parameters])
-        self.best = Network([torch.empty_like(p) for p in self.network.parameters])
+        self.best = Network([torch.empty_like(p) for p in self.network.parameters])  # the first score fills it
         decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
         # every official fit of a size starts from one seed: sets of one stream see the same positions and dropout

@@ -160,6 +160,7 @@ def inspect(task: SentEvalTask, folder: Path, allow_unchecked: bool = False) -> 
 def _other_rows(data: TaskData) -> Iterator[str]:
     """Numbers of rows that are not the published ones."""
     figures = published()[data.task.name]
+    # the published numbers of the probing tasks are rounded
     about, per_mille = ("about ", 2) if figures["basis"] == "probing" else ("", 0)
     for name, rows in figures["rows"].items():
         if abs((count := len(data.splits[name])) - rows) > rows * per_mille / 1000:
@@ -214,6 +215,7 @@ def fetch(url: str, target: Path, expected: str = "") -> None:
     """
     if not url.startswith(("http://", "https://")):
         raise RemoteError(f"{url}: is no address that starts with http:// or https://")
+    # identity, because urllib would keep a compressed body as it is
     request = urllib.request.Request(url, headers={"User-Agent": "declutr", "Accept-Encoding": "identity"})
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -230,9 +232,9 @@ def fetch(url: str, target: Path, expected: str = "") -> None:
                     raise OSError(f"the connection ended after {size:,} of {int(length):,} bytes")
                 if expected and (digest := git_sha1(aside)) != expected:
                     raise RemoteError(f"{url}: has git SHA-1 {digest}, but the published file has {expected}")
-        except RemoteError:
+        except RemoteError:  # an OSError too, but no other attempt helps
             raise
-        except urllib.error.HTTPError as error:
+        except urllib.error.HTTPError as error:  # likewise: the server has answered
             raise RemoteError(f"{url}: {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             if attempt == _ATTEMPTS:

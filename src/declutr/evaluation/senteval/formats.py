@@ -152,6 +152,7 @@ def read_translation(path: Path) -> SplitRows:
     Raises:
         DataError: a row without three cells, or a score outside 0..5; the message names the row's last line.
     """
+    # lines have their ends again, because a quoted sentence may hold line breaks
     rows, reader = SplitRows(), csv.reader((f"{line}\n" for line in read_lines(path, "utf-8")), strict=True)
     scores: list[float] = []
     try:

@@ -262,7 +262,7 @@ def _score_unit(unit: ScoringUnit, embeddings: NDArray[np.float32], config: Clas
     except ValueError as error:
         outcome = {"scores": {}, "failed": str(error)}
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # this process may embed with the next encoder
     task, seconds = unit.data.task.name, round(time.monotonic() - started, 3)
     return StoredUnit(identity=unit.identity, task=task, method=unit.method, seconds=seconds, **outcome)
 
@@ -319,6 +319,7 @@ def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str]) -
     """Folder of an encoder's embedding parts for these texts."""
     digest = hashlib.sha256()
     for text in texts:
+        # a separator, or lists that are cut at other places would be equal
         digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
     return cache / vectors_fingerprint(encoder)[:16] / f"{digest.hexdigest()[:16]}-{PART_ROWS}"
 
@@ -347,7 +348,7 @@ def embed_all(encoder: SentenceEncoder, texts: Sequence[str], cache: Path, say: 
                 f"{encoder.name}: {wrong:,} of {len(rows):,} embeddings have values that are not finite; no score"
             )
         with atomic_file(paths[number]) as aside, aside.open("wb") as stream:
-            np.save(stream, rows)
+            np.save(stream, rows)  # to a path without .npy, NumPy would append it
         more, end = _time_left(started, done, len(missing)), number * PART_ROWS + len(rows)
         say(f"{encoder.name}: embedded {end:,} of {len(texts):,} sentences{more}")
     return Vectors([np.load(path, mmap_mode="r", allow_pickle=False) for path in paths])

@@ -46,7 +46,7 @@ class ClassifierConfig(Strict):
     """k of the cross-validations."""
     decays: tuple[float, ...] = Field((1e-5, 1e-4, 1e-3, 1e-2), min_length=1)
     """Weight decays to choose from, by dev score; the first of equal ones wins."""
-    seed: int = Field(1111, ge=0, lt=2**32)
+    seed: int = Field(1111, ge=0, lt=2**32)  # NumPy's RandomState takes no larger one
     """Seed of starting weights, orders, held-out rows and dropout; InnerKFold's folds always use 1111."""
 
     @classmethod
@@ -87,6 +87,7 @@ class Network:
     def forward(self, rows: Tensor, kept: Tensor | float = 1.0) -> list[Tensor]:
         """Output (S, R, H or C, B) of each layer for `rows` (S, B, D), logits last; factors `kept` apply dropout."""
         weight, bias, *last = self.parameters
+        # the weight times the transposed rows: 6 us a set, and 20 the other way round (docs/evidence/log.md)
         flat = torch.baddbmm(bias.view(len(bias), -1, 1), weight.flatten(1, 2), rows.mT)
         outputs = [flat.view(*bias.shape, -1)]
         if last:
@@ -115,7 +116,7 @@ def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Te
     return weight, torch.empty(outputs).uniform_(-bound, bound, generator=stream)
 
 
-_EPSILON = 1e-8
+_EPSILON = 1e-8  # this, _BETAS and _SMOOTHING are torch's defaults
 _BETAS = (0.9, 0.999)
 _SMOOTHING = 0.99  # RMSprop's
 
@@ -185,5 +186,5 @@ class Updates:
             parameters, gradients, self.moments, self._scratch, strict=True
         ):
             square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
-            torch.sqrt(square, out=scratch).add_(_EPSILON)
+            torch.sqrt(square, out=scratch).add_(_EPSILON)  # outside of the root, as in torch
             parameter.addcdiv_(gradient, scratch, value=-self.learning_rate)

@@ -112,7 +112,7 @@ def _f1(answers: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
 
 NUM_BINS = 5
 _PASSES = 50  # passes between two dev scores
-_MAX_PASSES = 1000
+_MAX_PASSES = 1000  # and _PASSES, _BATCH and _TENACITY: those of SentEval
 _BATCH = 64
 _TENACITY = 3
 _SCORING_ROWS = 1024

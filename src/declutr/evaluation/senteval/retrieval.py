@@ -126,7 +126,7 @@ def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor]) -> Tenso
 
 def _project(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     projected = F.linear(rows, weight, bias)
-    return projected / projected.square().sum(-1, keepdim=True).sqrt()
+    return projected / projected.square().sum(-1, keepdim=True).sqrt()  # without an epsilon, as officially
 
 
 @torch.no_grad()

@@ -233,11 +233,11 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
     fits = {
         "inner_kfold": folds * (folds - 1) * decays,
         "kfold": folds * decays,
-        "split": 1 if data.task.name == "SNLI" else decays,
+        "split": 1 if data.task.name == "SNLI" else decays,  # SNLI has one decay
         "relatedness": 250,  # one fit of up to 1,000 passes that no other fit can share batches with
         "retrieval": 60,
     }
-    return float(rows * fits[data.task.procedure] * max(1.0, len(data.classes) / 50))
+    return float(rows * fits[data.task.procedure] * max(1.0, len(data.classes) / 50))  # WordContent has 1,000
 
 
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
