@@ -66,7 +66,7 @@ class BatchTokenizer:
             backend = _without_pieces(parsed, self._hidden)
         self._backend = backend
         backend.encode_special_tokens = True
-        backend.no_truncation()
+        backend.no_truncation()  # a tokenizer.json can bring it, and padding
         backend.no_padding()
         self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
         self._cut = _safe_cut(parsed)
