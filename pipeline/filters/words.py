@@ -22,7 +22,7 @@ Codes = NDArray[np.uint8] | NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 1 << 15  # a few arrays of this length fit the processor's cache
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it is invertible modulo 2**64
-_LENGTH = np.uint64(0xD6E8FEB86659FD93)
+_LENGTH = np.uint64(0xD6E8FEB86659FD93)  # that of degski's mixer
 _NGRAM = np.uint64(0xA0761D6478BD642F)  # wyhash's first constant
 _CLASSES = 0x20000  # code points above are ideographs (letters); none is punctuation or whitespace
 _SPACE, _LETTER, _MARK = 1, 2, 4  # bits, as those of a word are joined by `|`

@@ -225,7 +225,7 @@ def read_wet(body: Body) -> Records:
             lines = [line.partition(b":") for line in header.splitlines()[1:]]
             fields = {name.strip().lower(): value.strip() for name, _, value in lines}
             length, kind = fields.get(b"content-length", b""), fields.get(b"warc-type", b"").decode("latin-1")
-            if not length.isdigit() or len(length) > 18:  # more would not fit int64
+            if not length.isdigit() or len(length) > 18:  # 19 may not fit int64
                 raise OSError("a WARC record without its length")
             if kind == "conversion" and int(length) <= MAX_HELD_BYTES:
                 text = stream.read_whole(int(length))

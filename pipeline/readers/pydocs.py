@@ -79,7 +79,7 @@ def read_python(part: Part) -> Iterator[Record]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences in installed modules
             tree = ast.parse(code)
-    # NUL bytes: ValueError; deep nesting: the last two.
+    # Deep nesting is a MemoryError, too.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield failed("invalid_python", part.source, 0, f"{type(error).__name__}: {error}")
         return

@@ -252,7 +252,7 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             if literal and literal[0]:
                 yield row, feed.row[0].rstrip("\r\n").split(delimiter)
             else:
-                # Csv: "field larger than field limit".
+                # The csv module says "field larger than field limit".
                 reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
                 yield row, failed(reason, source, row, problem)
             feed.reread()

@@ -33,7 +33,7 @@ def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]
                 here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
                 mask = pc.or_(mask, here)
             if prefix is not None:
-                # It takes no fixed_size_binary.
+                # `starts_with` takes no fixed_size_binary.
                 by_id = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
                 mask = pc.or_(mask, pc.fill_null(by_id, fill_value=False))  # no id where nothing could be read
             for index in np.flatnonzero(mask.to_numpy(zero_copy_only=False)).tolist():
