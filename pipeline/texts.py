@@ -27,7 +27,7 @@ from declutr.pipeline.shards.windows import EMPTY
 _WINDOW_CHARACTERS = 1 << 14
 MAX_FILE_BYTES = 1024 * MIB  # largest file of pairs, and most characters of the pairs of a file that are held
 LACKS = "lacks_"
-_PLACES = {"-": NO_LABEL, str(NO_LABEL): NO_LABEL}
+_PLACES = {"-": NO_LABEL, str(NO_LABEL): NO_LABEL}  # SNLI's own files have -, the hub's -1
 _PLACES |= {name: place for place, label in enumerate(LABELS) for name in (label, str(place))}
 """Place in LABELS of each label as it is written; NO_LABEL if annotators did not agree."""
 _SHOWN_CHARACTERS = 80
@@ -56,6 +56,7 @@ def texts_of(record: Record) -> tuple[str, ...]:
 
 def row_id(texts: tuple[str, ...], labels: tuple[int, ...]) -> bytes:
     """16 bytes that identify a row: a hash of its texts and labels, in order."""
+    # Joined by a sign, others could give these bytes.
     return document_id(json.dumps([texts, labels], ensure_ascii=False).encode())
 
 
@@ -171,7 +172,7 @@ def _pair(record: Record) -> tuple[str, str, int] | Record:
         return record
     if not record.values:
         return _rejected(("",), record.source, record.offset, EMPTY)
-    label = _PLACES.get(str(record.values[-1]).strip().lower())
+    label = _PLACES.get(str(record.values[-1]).strip().lower())  # a number in Parquet and JSON
     if label is None:
         choices = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
         value = repr(record.values[-1])

@@ -46,7 +46,7 @@ _SCHEMA = pa.schema(
     ]
 )
 _LABELS = pa.field("labels", pa.large_list(pa.string()))
-_LOWEST = np.uint64(1)
+_LOWEST = np.uint64(1)  # set in keys of bands, clear in those of texts
 _OPEN_UNITS = 1024  # files mapped at a time: systems allow about 65,000 maps a process
 
 
@@ -107,6 +107,7 @@ def write_keys(
     """
     count = len(ids)
     order = np.asarray(ordinals, np.int32)
+    # Little-endian on any host, as the digest is of bytes.
     halves = np.frombuffer(b"".join(ids), "<u8").reshape(count, 2)
     if len(order) != count or np.any(np.diff(order) <= 0):
         raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; give one a document, ascending")
@@ -122,11 +123,11 @@ def write_keys(
     keys = np.concatenate(key_columns, axis=1)
     rows = np.repeat(np.arange(count, dtype=np.int32), keys.shape[1])
     flat = keys.reshape(-1)
-    sorting = np.argsort(flat, kind="stable")
+    sorting = np.argsort(flat, kind="stable")  # stable: equal keys stay in the order of the rows
     arrays: list[NDArray[Any]] = [order, halves, signed.astype(np.uint16), flat[sorting], rows[sorting]]
     digest = hashlib.blake2b(made_with(config).encode(), digest_size=16)
     for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
+        digest.update(np.ascontiguousarray(array).data)  # hashlib takes no strides
     if labels:
         digest.update(json.dumps(labels).encode())
     schema = (_SCHEMA.append(_LABELS) if labels else _SCHEMA).with_metadata(
@@ -163,7 +164,7 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
     if not (batch.schema.equals(_SCHEMA) or batch.schema.equals(_SCHEMA.append(_LABELS))):
         raise ShardError(f"{path} is of another version; delete the unit's sidecar, and it is made again")
     metadata = batch.schema.metadata
-    ids = batch.column("ids").values.buffers()[1]
+    ids = batch.column("ids").values.buffers()[1]  # `to_numpy` would make an object of each id
     ordinals = _flat(batch, "ordinals")
     labels = np.full(len(ordinals), None)
     if "labels" in batch.schema.names:
@@ -205,6 +206,7 @@ class Documents:
 
     def units_of(self, documents: I64) -> I64:
         """Places in the plan of the units that hold the documents, `(n,)`."""
+        # "right" passes units without documents.
         return np.searchsorted(self.starts, documents, side="right").astype(np.int64) - 1
 
     def with_keys(self, first: int, stop: int) -> tuple[U64, I64]:
@@ -212,7 +214,8 @@ class Documents:
         keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for place, start in enumerate(self.starts[:-1]):
             unit = self._open(self.units[place])
-            begin = int(np.searchsorted(unit.keys, np.uint64(first)))
+            begin = int(np.searchsorted(unit.keys, np.uint64(first)))  # with an int, NumPy would compare floats
+            # 2**64 is no uint64.
             end = int(np.searchsorted(unit.keys, np.uint64(stop))) if stop < 2**64 else len(unit.keys)
             keys.append(unit.keys[begin:end].copy())  # a view would keep the file mapped
             numbers.append(unit.rows[begin:end] + start)
@@ -225,7 +228,7 @@ class Documents:
         places = self.units_of(ascending)
         cuts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
         parts = []
-        for start, stop in pairwise(cuts) if len(places) else [(0, 0)]:
+        for start, stop in pairwise(cuts) if len(places) else [(0, 0)]:  # no row, but the column's type
             place = int(places[start]) if len(places) else 0
             column: NDArray[Any] = getattr(self._open(self.units[place]), name)
             parts.append(column[ascending[start:stop] - self.starts[place]])

@@ -79,9 +79,9 @@ _NO_PAIRS = DuplicatePairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empt
 
 def join(parts: Sequence[DuplicatePairs]) -> DuplicatePairs:
     """All pairs of the parts."""
-    parts = [_NO_PAIRS, *parts]
+    parts = [_NO_PAIRS, *parts]  # `concatenate` needs one, even without parts
     later, earlier, similarity, exact = (np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
-    order = np.lexsort((~exact, earlier, later))
+    order = np.lexsort((~exact, earlier, later))  # an exact pair first, because the first of equal ones stays
     order = order[_first_of_runs(later[order], earlier[order])]
     return DuplicatePairs(later[order], earlier[order], similarity[order], exact[order])
 
@@ -161,7 +161,7 @@ def _window_pairs(members: I64, groups: I64, documents: Documents, near: NearCon
 def _large_groups(members: I64, groups: I64) -> Iterator[I64]:
     """Groups that are larger than the window."""
     cuts = np.append(np.flatnonzero(_first_of_runs(groups)), len(groups))
-    for index in np.flatnonzero(np.diff(cuts) > WINDOW + 1):
+    for index in np.flatnonzero(np.diff(cuts) > WINDOW + 1):  # in others the window has compared all pairs
         yield members[cuts[index] : cuts[index + 1]]
 
 
@@ -178,7 +178,7 @@ def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Itera
                 if turn == LEADERS:
                     break
                 leaders.append(int(left[0]))
-                signed.append(signatures[0].copy())
+                signed.append(signatures[0].copy())  # a view would keep the batch
             equal = np.count_nonzero(signatures == signed[turn], axis=1)
             alike = equal >= _least_equal(near)
             other = alike & (left != leaders[turn])
@@ -190,7 +190,7 @@ def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Itera
 def _num_equal(signatures: NDArray[np.uint16], first: I64, second: I64) -> I64:
     """Number of equal slots in pairs of rows, `(n,)`."""
     equal = np.empty(len(first), np.int64)
-    step = 1 << 14
+    step = 1 << 14  # bounds the two gathered copies
     for start in range(0, len(first), step):
         rows = slice(start, start + step)
         equal[rows] = np.count_nonzero(signatures[first[rows]] == signatures[second[rows]], axis=1)
@@ -199,7 +199,7 @@ def _num_equal(signatures: NDArray[np.uint16], first: I64, second: I64) -> I64:
 
 def _least_equal(near: NearConfig) -> int:
     """Least number of equal slots of two similar documents."""
-    return int(np.ceil(near.similarity * near.num_slots - 1e-9))
+    return int(np.ceil(near.similarity * near.num_slots - 1e-9))  # 0.55 * 100 is more than 55 in floats
 
 
 def _alike(later: I64, earlier: I64, equal: I64, near: NearConfig) -> DuplicatePairs:
@@ -350,7 +350,7 @@ def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
     if place < 0:
         return {}
     codes = column.indices.to_numpy(zero_copy_only=True)
-    start, stop = np.searchsorted(codes, [place, place + 1])
+    start, stop = np.searchsorted(codes, [place, place + 1])  # rows are in the order of the corpus
     rows = batch.slice(start, stop - start).to_pylist()
     return {row["ordinal"]: Duplicate(**row) for row in rows}
 

@@ -71,6 +71,7 @@ def identify(text: str) -> tuple[str | None, float]:
     sample = _sample(text)
     if not any(character.isalpha() for character in sample):
         return None, 0.0
+    # A lone surrogate has no UTF-8, which fastText takes.
     labels, scores = _model().predict(sample.encode(errors="replace").decode(), 1, 0.0, "replace")
     # The model's hierarchical softmax rounds, so that a certain result can have probability 1.00006.
     return str(labels[0]).removeprefix(_LABEL), min(1.0, float(scores[0]))
@@ -90,7 +91,7 @@ def _sample(text: str) -> str:
         last = length - _STRETCH_CHARACTERS
         starts = [last * index // (_STRETCHES - 1) for index in range(_STRETCHES)]
         text = " ".join(_stretch(text, start) for start in starts)
-    text = " ".join(text.split())
+    text = " ".join(text.split())  # fastText refuses a newline
     if text.isprintable():
         return text
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
@@ -100,7 +101,7 @@ def _stretch(text: str, start: int) -> str:
     """A stretch without the words cut at its ends, unless it has 8 words or fewer."""
     piece = text[start : start + _STRETCH_CHARACTERS]
     words = piece.split(" ")
-    return " ".join(words[bool(start) : -1]) if len(words) > 8 else piece
+    return " ".join(words[bool(start) : -1]) if len(words) > 8 else piece  # the text's first word is whole
 
 
 @lru_cache(maxsize=1)

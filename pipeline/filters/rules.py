@@ -255,7 +255,7 @@ def without_boilerplate(text: str, config: Boilerplate) -> str:
 _CLOSING = "\"'”’»)]"
 _TERMINAL = (".", "!", "?", '"', "”", "。", "！", "？")
 _CITATION = re.compile(r"\[(?:\d{1,3}|edit|citation needed|note \d{1,2})\]", re.IGNORECASE)
-_SENTENCE_END = re.compile(rf"[.!?][{re.escape(_CLOSING)}]*(?=\s|$)|[。！？]")
+_SENTENCE_END = re.compile(rf"[.!?][{re.escape(_CLOSING)}]*(?=\s|$)|[。！？]")  # no space follows a sign of CJK
 _POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 _WORD = re.compile(r"\w+")
 
@@ -330,6 +330,7 @@ def c4_lines(text: str, config: C4Rules) -> tuple[str, Drop | None]:
     if lines and not kept:
         return kept, ("c4_no_lines", f"{len(lines)} lines removed")
     if config.min_sentences is not None:
+        # No more than decide.
         num_sentences = sum(1 for _ in islice(_SENTENCE_END.finditer(kept), config.min_sentences))
         if num_sentences < config.min_sentences:
             return kept, ("c4_sentences", f"{num_sentences} sentences in {len(lines)} lines")
@@ -341,7 +342,7 @@ def _is_kept(line: str, config: C4Rules) -> bool:
     if config.terminal_punctuation and (not line.endswith(_TERMINAL) or line.endswith(_ELLIPSES)):
         return False
     min_words = config.min_line_words
-    if min_words is not None and len(line.split(None, min_words - 1)) < min_words:
+    if min_words is not None and len(line.split(None, min_words - 1)) < min_words:  # no more splits than decide
         return False
     if not config.javascript and not config.policies:
         return True
@@ -358,6 +359,7 @@ def _bad_words(path: Path, modified_ns: int) -> tuple[frozenset[str], list[re.Pa
     Runs of letters and digits are words, all other entries are phrases.
     """
     entries = sorted({" ".join(line.lower().split()) for line in path.read_text("utf-8").splitlines()} - {""})
+    # Not \b: an entry may begin or end with a sign.
     phrases = [rf"(?<!\w){re.escape(entry)}(?!\w)" for entry in entries if not _WORD.fullmatch(entry)]
     words = frozenset(entry for entry in entries if _WORD.fullmatch(entry))
-    return words, [re.compile(phrase.replace(r"\ ", r"\s+")) for phrase in phrases]
+    return words, [re.compile(phrase.replace(r"\ ", r"\s+")) for phrase in phrases]  # a line may end within a phrase

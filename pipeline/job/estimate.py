@@ -194,7 +194,7 @@ def _scaling(job: Preparation, seconds: Sequence[float], num_cpus: int) -> list[
     """Lines on an estimate for other CPUs: what was measured, what limits the time and what it leaves out."""
     longest = max(range(len(seconds)), key=seconds.__getitem__)
     # A unit is not divided, so the CPUs that shorten the time are at most the total in longest units.
-    useful = max(1, math.ceil(sum(seconds) / max(seconds[longest], 1e-9)))
+    useful = max(1, math.ceil(sum(seconds) / max(seconds[longest], 1e-9)))  # 1e-9, or it could be divided by zero
     second = ", the search for duplicates, the second writing of the shards" if job.config.duplicates.enabled else ""
     return [
         f"  measured    on 1 of {os.cpu_count()} CPUs of this machine; estimated for {num_cpus} CPUs of the same speed",

@@ -125,6 +125,7 @@ def too_many_failed(
         f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({in_words(counts.failed)})"
         f"{f', and about {lost:,} more are lost with their files' if lost else ''}: "
         f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs and prepare into a "
+        # Rounded up, or it would not be enough.
         f"new folder, or allow more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends "
         "at once. Examples:"
     )

@@ -294,6 +294,7 @@ def sample_texts(
     If a unit is too short for its share, later units give more, so that the sample is full if the corpus suffices.
     """
     chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{seed}/{unit.name}".encode()).digest())
+    # Small ones first, as only later ones can give more.
     chosen = sorted(chosen[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
     left = sample_mib * MIB
     for index, unit in enumerate(chosen):

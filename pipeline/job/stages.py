@@ -191,7 +191,7 @@ class Progress(Watcher):
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
-        self._started, self._before = time.monotonic(), self._bar.n
+        self._started, self._before = time.monotonic(), self._bar.n  # the rate is that of this run alone
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
         (folder / HEARTBEATS).mkdir()
         for sidecar in done:
@@ -212,7 +212,7 @@ class Progress(Watcher):
         """Shows the numbers of now."""
         with self._lock:
             now = self._numbers
-            for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
+            for path in (self._folder / HEARTBEATS).glob("[0-9]*"):  # not a file that is being written: .*.tmp
                 if path.name not in self._finished:
                     with contextlib.suppress(OSError, ValueError):  # just removed
                         now = [before + more for before, more in zip(now, json.loads(path.read_bytes()), strict=True)]

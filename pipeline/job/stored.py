@@ -65,8 +65,9 @@ class OutputStore:
 
     def send_written(self, folder: Path, fetched: Mapping[str, FileRecord]) -> None:
         """Sends what a task has written to its staging folder, the sidecar last."""
+        # Links lead to shared files.
         files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        names = {path.relative_to(folder).as_posix() for path in files} - fetched.keys()
+        names = {path.relative_to(folder).as_posix() for path in files} - fetched.keys()  # the store has those
         # A store has no rename, so the sidecar makes the other files count.
         for name in sorted(names, key=lambda name: (Path(name).parent.name == UNITS, name)):
             self.remote.put(name, folder / name)
@@ -173,6 +174,7 @@ class StoredOutput(Output):
         self._shared = shared if self._has(shared) else {}
         small = {name for name in self._sizes if name in _SINGLE or Path(name).parent.name == UNITS}
         small -= {DUPLICATES} if (self.folder / DUPLICATES).exists() else set()  # it never changes, and may be large
+        # Does not count before the list, which is sent after it.
         small -= {MANIFEST} if self._listing is None else set()
         missing = dict[str, FileRecord | None](dict.fromkeys(small))
         for name, record in self._shared.items():
@@ -252,7 +254,7 @@ class StoredOutput(Output):
         for path in (self.folder / UNITS).iterdir():
             files |= self._files_of("select", Sidecar.model_validate_json(path.read_bytes()))
         files |= self.remote.put_all(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
-        self.remote.commit(dict(sorted(files.items())))
+        self.remote.commit(dict(sorted(files.items())))  # sorted, as iterdir has the file system's order
         try:
             self._clear()
             self.store.sweep()
@@ -295,7 +297,7 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
     for left in store.cache_dir.glob("command-*"):
         # Of a killed command, whose lock the kernel has released.
         with contextlib.suppress(OSError), (left / _HELD).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError while its command lives
             shutil.rmtree(left, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,

@@ -131,8 +131,9 @@ class UnitReader(Iterator[Record]):
     @property
     def bytes_read(self) -> int:
         """Input bytes (compressed if the input is) from 0 to the unit's `num_bytes`, slightly ahead of the records."""
+        # A chunk can reach beyond its part.
         now = self._done + min(self._part_bytes, max(0, int(self._meter.measure())))
-        self._max_bytes_read = max(self._max_bytes_read, now)
+        self._max_bytes_read = max(self._max_bytes_read, now)  # `unread` moves a stream back
         return self._max_bytes_read
 
     @property

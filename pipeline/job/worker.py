@@ -151,7 +151,7 @@ def decide_records(
                 reason = drop_reason(len(tokens), config.geometry, config.short_documents)
                 layout = None
             else:
-                reason = None if all(map(len, texts)) else EMPTY
+                reason = None if all(map(len, texts)) else EMPTY  # two texts may not start at one place
                 starts = np.cumsum([0, *map(len, texts[:-1])]).astype(np.int32)
                 layout = Layout(starts, np.array(decision.labels, np.int8))
             entry = replace(decision.entry, num_tokens=len(tokens), status=reason or split)

@@ -13,7 +13,7 @@ from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Body, Byt
 
 _MAX_HEADER_BYTES = 1 << 20  # largest name or extended header; only a broken or malicious archive has a longer one
 _MAX_NUMBER = 1 << 60  # largest number in a header, an exbibyte; a larger one means damage
-_MAX_DIGITS = 19
+_MAX_DIGITS = 19  # those of _MAX_NUMBER; `int` refuses more than 4,300
 # Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text.
 _SPARSE = b"GNU.sparse."
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
@@ -52,7 +52,7 @@ def _contents(stream: ByteStream, size: int) -> ByteStream:
 
 def is_tar(head: bytes) -> bool:
     """Returns True if the first header of a file has the magic of an archive."""
-    return head[257:262] == b"ustar"
+    return head[257:262] == b"ustar"  # GNU's magic has another sixth byte
 
 
 def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Iterator[Member]:
@@ -86,6 +86,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 return
             start = stream.position
             continue
+        # The sum counts its own field as spaces.
         if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise OSError("a damaged header (its checksum is wrong)")
         kind = header[156:157]
@@ -99,14 +100,15 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 sparse = sparse or _SPARSE in payload
             continue
         length = length if size is None else size  # pax has sizes above 8 GiB, which the octal field cannot
-        prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+        prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""  # GNU's headers have times there
         path = name if name is not None else f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
         member_kind = _KINDS.get(kind, f"of the unknown type {kind!r}")
-        if kind in (b"0", b"\0") and path.endswith("/"):
+        if kind in (b"0", b"\0") and path.endswith("/"):  # old archives have no kind for folders
             member_kind = "folder"
         more = kind == b"S" and header[482]  # the map of holes of a sparse file goes on in blocks behind its header
         while more:
             more = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
+        # A link can have its target's size, without the bytes.
         length = 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length
         end = stream.position + _padded(length)
         member_kind = "a sparse file" if sparse or kind == b"S" else member_kind
@@ -122,7 +124,7 @@ def find_members(stream: ByteStream, key: Callable[[str], str] | None = None) ->
 
     With `key`, only the first of consecutive members with the same key of their names is listed.
     """
-    starts, ends = array("q"), [0]
+    starts, ends = array("q"), [0]  # 8 bytes a member; a list needs 40
     before: str | None = None
     try:
         for member in members(stream, 1 << 62, ends):
@@ -177,7 +179,8 @@ def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str |
     """Name and size from the records `LENGTH KEY=VALUE` of a pax header."""
     position = 0
     while position < len(payload):
-        digits, space, _ = payload[position : position + 20].partition(b" ")
+        digits, space, _ = payload[position : position + 20].partition(b" ")  # 19 digits and the space
+        # A record of 0 bytes would be read for ever.
         if not space or not digits.isdigit() or int(digits) <= len(digits) + 1:
             raise OSError("a damaged extended header")
         key, equals, value = payload[position + len(digits) + 1 : position + int(digits)].partition(b"=")
@@ -222,7 +225,7 @@ def read_wet(body: Body) -> Records:
             lines = [line.partition(b":") for line in header.splitlines()[1:]]
             fields = {name.strip().lower(): value.strip() for name, _, value in lines}
             length, kind = fields.get(b"content-length", b""), fields.get(b"warc-type", b"").decode("latin-1")
-            if not length.isdigit() or len(length) > 18:
+            if not length.isdigit() or len(length) > 18:  # 19 may not fit int64
                 raise OSError("a WARC record without its length")
             if kind == "conversion" and int(length) <= MAX_HELD_BYTES:
                 text = stream.read_whole(int(length))

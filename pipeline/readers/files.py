@@ -62,7 +62,7 @@ MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compress
 _IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv", "document")
 
 JSON_HEAD_BYTES = BLOCK_BYTES << 12  # 2 MiB; a longer first object is data, as no description is
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")  # tabs, newlines and form feeds are text
 _PARQUET = b"PAR1"
 
 
@@ -151,7 +151,7 @@ class Head:
             return {}, False
         try:
             value, _ = json.JSONDecoder().raw_decode(text if self._is_one_value else text.partition("\n")[0])
-        except RecursionError:
+        except RecursionError:  # nested too deeply, which more bytes do not change
             return {}, False
         except ValueError:
             return {}, self._is_one_value or "\n" not in text

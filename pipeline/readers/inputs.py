@@ -99,13 +99,13 @@ def _step(folder: Path, part: str, lost: dict[Path, OSError]) -> Iterator[Path]:
         if part == "**":
             yield folder
             for parent, names, _ in os.walk(folder, onerror=lambda error: lost.update({Path(error.filename): error})):
-                names[:] = [name for name in names if not name.startswith(".")]
+                names[:] = [name for name in names if not name.startswith(".")]  # in place: os.walk goes into these
                 below = (Path(parent, name) for name in names)
                 yield from (path for path in below if not os.path.islink(path))  # noqa: PTH114
         elif glob.has_magic(part):
             yield from (path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, part))
         else:
-            (folder / part).lstat()
+            (folder / part).lstat()  # not `stat`: a broken link is there, and lost
             yield folder / part
     except (FileNotFoundError, NotADirectoryError):
         return

@@ -30,10 +30,10 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 _LARGEST_GROWTH = 2  # largest growth: two bytes of UTF-16 become at most three of UTF-8
-_LEAST_BYTES = 4
+_LEAST_BYTES = 4  # a character of UTF-32
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
-_CONTINUATION_BYTES = 3
+_CONTINUATION_BYTES = 3  # of the longest character
 
 
 def decode(raw: Buffer, source: str, offset: int) -> Record:
@@ -97,7 +97,7 @@ def as_utf8(stream: ByteStream, encoding: str) -> ByteStream:
         while True:
             raw = stream.read(max(_LEAST_BYTES, num_bytes // _LARGEST_GROWTH))
             try:
-                text = decoder.decode(raw, final=not raw)
+                text = decoder.decode(raw, final=not raw)  # final: an end within a character is an error
             except UnicodeDecodeError as error:
                 raise OSError(f"no {encoding.upper()}, as the byte order mark says: {error.reason}") from error
             if text or not raw:
@@ -195,8 +195,8 @@ MAX_HELD_BYTES = 1 << 29
 
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_ESCAPE_BYTES = 6
-_CUT_BYTES = 2 * _ESCAPE_BYTES
+_ESCAPE_BYTES = 6  # of \uXXXX
+_CUT_BYTES = 2 * _ESCAPE_BYTES  # a pair of surrogates is two escapes
 
 
 def json_lines(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailure]:
@@ -340,7 +340,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
         yield _no_text(source, offset, " and ".join(names), str(error))
         return
     except (ValueError, RecursionError) as error:
-        reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
+        reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"  # msgspec refuses a lone one
         yield failed(reason, source, offset, str(error))
         return
     strings = []
@@ -351,10 +351,11 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
         elif quote != b"n" or len(names) == 1 or (name == names[-1] and not strings):
             yield _no_text(source, offset, name, f"it is {json_kind(quote.decode('latin-1'))}")
             return
+    # An escape, because pieces are unescaped below.
     string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(part for part in strings if len(part)))
     first = _address(string) - _address(whole) if len(names) == 1 else 0
     start = 0
-    while start < len(string) or start == 0:
+    while start < len(string) or start == 0:  # an empty text is a document, too
         window = bytes(string[start : start + max_bytes + 1])
         length = len(window) if len(window) <= max_bytes else _json_cut(window, max_bytes)
         at = offset if start == 0 else offset + first + start
@@ -363,7 +364,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
             yield nul_bytes(source, at) if "\0" in text else Document(text, source, at)
         except ValueError as error:
             yield failed("invalid_utf8", source, at, str(error))
-        start += max(1, length)
+        start += max(1, length)  # 1 ends the round of an empty text
 
 
 def _address(buffer: Buffer) -> int:

@@ -142,7 +142,7 @@ def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, pa
         columns = [n for n, path in enumerate(paths) if path in rows.names or path.startswith(prefixes)]
         # Of the text alone: a unit has about as much text whatever else a row has.
         weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
-        sizes = [max(0, group.total_byte_size) for group in groups]
+        sizes = [max(0, group.total_byte_size) for group in groups]  # damaged numbers can be negative
     else:
         weights = sizes = [file.num_bytes // max(1, count)] * count
     return Cut(_grouped(file, file_format, weights, sizes, part_bytes))
@@ -163,7 +163,7 @@ def _grouped(file: Input, file_format: str, weights: list[int], sizes: list[int]
         if group_weight >= part_bytes or number == len(weights):
             cuts.append(number)
             group_weight = 0
-    total = max(1, sum(sizes))
+    total = max(1, sum(sizes))  # row groups can be empty
     return [
         make_part(
             file, file_format, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop])

@@ -50,6 +50,7 @@ def python_parts() -> list[Part]:
 def _modules(root: Path) -> Iterator[Path]:
     """Python files under a folder, without tests and vendored code."""
     for folder, children, names in os.walk(root):
+        # In place: os.walk goes into these.
         children[:] = sorted(child for child in children if not _SKIPPED_FOLDERS.fullmatch(child))
         for name in names:
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
@@ -78,6 +79,7 @@ def read_python(part: Part) -> Iterator[Record]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences in installed modules
             tree = ast.parse(code)
+    # Deep nesting is a MemoryError, too.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield failed("invalid_python", part.source, 0, f"{type(error).__name__}: {error}")
         return

@@ -69,6 +69,7 @@ class Skipped:
         kind = kind if kind in self._counts or len(self._counts) < MAX_KINDS else OTHERS
         self._counts[kind] += 1
         printable = source.encode("utf-8", "backslashreplace").decode()  # a name may have bytes that are not UTF-8
+        # The least, whatever the order of the search.
         self._examples[kind] = min(self._examples.get(kind, printable), printable)
 
     def add_file(self, source: str) -> None:
@@ -78,6 +79,7 @@ class Skipped:
 
     def kinds(self) -> dict[str, Skip]:
         """Every kind, the most frequent first."""
+        # By name last, so that ties have one order.
         ranked = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
         return {kind: Skip(files=number, example=self._examples[kind]) for kind, number in ranked}
 

@@ -35,7 +35,7 @@ READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 _COMPRESSED_BYTES = 1 << 16
 _ZSTD_BYTES = 1 << 16  # bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged
 _MAGIC = (("gz", b"\x1f\x8b\x08"), ("xz", b"\xfd7zXZ\x00"), ("zst", b"\x28\xb5\x2f\xfd"))
-_BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
+_BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # of a first block, and of the end of an empty file
 _ENGINES: dict[str, Callable[[], Any]] = {
     "gz": lambda: zlib.decompressobj(31),  # 16 + 15: gzip's header and checksum, with the largest window
     "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES),
@@ -246,7 +246,7 @@ def _member_reader(source: ByteStream, compression: str) -> Callable[[int], byte
             if engine.eof:
                 source.unread(engine.unused_data)  # the next member, as `cat a.gz b.gz` and pigz write it
                 engine = None
-            if data:
+            if data:  # none would mean the end
                 return data
 
     return read
@@ -275,7 +275,7 @@ def _store(path: str) -> Iterator[None]:
     try:
         with network_errors():
             yield
-    except FileNotFoundError:
+    except FileNotFoundError:  # of this file, not of the store
         raise
     except OSError as error:
         raise StoreLostError(f"{redact(path)}: {explained(error)}") from error

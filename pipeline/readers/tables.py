@@ -112,7 +112,7 @@ def read_arrow_stream(body: Body) -> Records:
             for batch in reader:
                 yield from _of_batch(rows, batch, body.source, row)
                 row += batch.num_rows
-            if row == 0 and (problem := rows.problem(reader.schema)):
+            if row == 0 and (problem := rows.problem(reader.schema)):  # no batch has told it
                 yield from lost_rows(rows.no_column, body.source, 0, 1, problem)
     except TABLE_ERRORS as error:
         yield unreadable(error, body.source, row)
@@ -165,7 +165,7 @@ class _Feed(Iterator[str]):
 
     def reread(self) -> None:
         """Gives the lines behind the first of this row again: twice at most, because the next mark ends a row."""
-        self._again.extendleft(reversed(self.row[1:]))
+        self._again.extendleft(reversed(self.row[1:]))  # extendleft turns them round
 
 
 def read_delimited(body: Body, delimiter: str) -> Records:
@@ -189,6 +189,7 @@ def read_delimited(body: Body, delimiter: str) -> Records:
             message = f"the row has {len(fields)} of {len(header)} columns"
             yield failed("invalid_csv", source, row, message)
         else:
+            # As the feed has decoded.
             values = [fields[column].encode("utf-8", "surrogateescape") for column in columns if fields]
             yield from rows.of_row(values, source, row)
     if problem and not num_rows:  # most likely not a CSV file at all
@@ -251,6 +252,7 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             if literal and literal[0]:
                 yield row, feed.row[0].rstrip("\r\n").split(delimiter)
             else:
+                # The csv module says "field larger than field limit".
                 reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
                 yield row, failed(reason, source, row, problem)
             feed.reread()

@@ -99,7 +99,7 @@ def _expression(value: str | None) -> str | None:
         return value
     try:
         groups = re.compile(value or "").groups
-    except (re.error, RecursionError, OverflowError) as error:
+    except (re.error, RecursionError, OverflowError) as error:  # deep nesting; a count of repeats beyond 32 bits
         raise ValueError(
             f"{value!r} is not a regular expression: {error}; give folder, parent_folder, an expression or null"
         ) from error

@@ -26,6 +26,7 @@ _TOKEN_TYPES = (pa.list_(pa.uint16()), pa.list_(pa.uint32()))
 
 def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | None:
     """A problem of the columns; None if they are those of a shard with this kind of rows."""
+    # Only names and types are compared, so any geometry will do.
     expected = media_schema(kind) if kind == "images" or kind == "audio" else shard_schema(1, Geometry(), "", kind=kind)
     if sorted(schema.names) != sorted(expected.names):
         return f"its columns are {', '.join(schema.names)}, not {', '.join(expected.names)}"
@@ -80,7 +81,7 @@ def content_problem(
     if problem:
         return problem
     if row := _first(tokens >= vocab_size):
-        at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
+        at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))  # "right", as a row ends before its sum
         return at, f"token id {tokens[row[0]]} is beyond the vocabulary of {vocab_size} tokens"
     return None
 
@@ -92,6 +93,7 @@ def _windows_problem(
     windows, counts = _lists(batch, "windows")
     longest = np.full(len(num_tokens), geometry.max_tokens)
     if short_documents == "shrink_spans":
+        # At least 1, or the division below would be by zero.
         longest = np.maximum(1, np.minimum(longest, num_tokens // (2 * geometry.num_anchors)))
     if row := _first(counts != num_tokens // longest):
         at = row[0]
@@ -102,7 +104,7 @@ def _windows_problem(
         )
     starts = _ordinals(counts) * np.repeat(longest, counts)
     if row := _first(windows != starts):
-        at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))
+        at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))  # "right", as a row ends before its sum
         return at, f"a window starts at {windows[row[0]]}, not at {starts[row[0]]}"
     return None
 
@@ -117,7 +119,7 @@ def _texts_problem(batch: pa.RecordBatch, kind: TextKind, num_tokens: NDArray[np
         return row[0], f"{counts[row[0]]} texts, which a row of {kind} never has"
     places, owners = _ordinals(counts), np.repeat(np.arange(len(counts)), counts)
     first = places == 0
-    before = np.where(first, -1, np.roll(starts, 1))
+    before = np.where(first, -1, np.roll(starts, 1))  # a row's first text has the start of another row before it
     if row := _first((first & (starts != 0)) | (starts <= before) | (starts >= num_tokens[owners])):
         at, place = int(owners[row[0]]), int(places[row[0]])
         after = f", the text before it at {before[row[0]]}" if place else ""
@@ -130,12 +132,13 @@ def _texts_problem(batch: pa.RecordBatch, kind: TextKind, num_tokens: NDArray[np
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[int] | None:
     """Index of the first True value, or None."""
-    return (int(wrong.argmax()),) if wrong.any() else None
+    return (int(wrong.argmax()),) if wrong.any() else None  # a tuple, because row 0 alone is false
 
 
 def _lists(batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """Values of a list column, and the length of each list."""
     lists = batch.column(name)
+    # `values` would ignore a slice.
     return lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy().astype(np.int64))
 
 

@@ -114,12 +114,14 @@ class Losses(Strict):
         A file that was cut short does not tell its length, so it counts like a whole file with its ending; one whose
         bytes are there counts by them, if that is more.
         """
+        # Nothing may have been read of any file.
         per_byte = self.read / max(1, self.num_bytes - sum(file["left_bytes"] for file in self.files.values()))
         lost = 0.0
         for source, file in self.files.items():
             if file["broken"]:
                 num_files, num_records = self.whole.get(bare_suffix(source), (0, 0))
                 mean = num_records / max(1, num_files)
+                # 1 less: its failure is counted.
                 lost += max(0.0, mean - file["read"] - file["failed"], file["left_bytes"] * per_byte - 1)
         return round(lost)
 
@@ -162,7 +164,7 @@ class LossCounter:
             counts = self._of_member
         if isinstance(record, ReadFailure):
             counts["failed"] += 1
-            counts["broken"] |= record.rest
+            counts["broken"] |= record.rest  # a file breaks off once, however often that is told
         else:
             counts["read"] += 1
 
@@ -192,6 +194,7 @@ class LossCounter:
 
     def losses(self, most: int | None = _MOST_FILES) -> Losses:
         """The counts of all parts that have ended, of at most so many files with failures."""
+        # By name last, so that ties have one order.
         ranked = sorted(self._files.items(), key=lambda item: (-item[1]["broken"], -item[1]["failed"], item[0]))
         whole = {ending: (files, records) for ending, (files, records) in sorted(self._whole.items())}
         return Losses(files=dict(ranked[:most]), whole=whole, read=self._read, num_bytes=self._num_bytes)
@@ -200,7 +203,7 @@ class LossCounter:
         """Adds the counts of another unit; a file that both read is one."""
         for source, file in losses.files.items():
             self._files.setdefault(source, Counter()).update(file)
-            self._files[source]["broken"] = min(1, self._files[source]["broken"])
+            self._files[source]["broken"] = min(1, self._files[source]["broken"])  # `update` added both
         for ending, counts in losses.whole.items():
             whole = self._whole.setdefault(ending, [0, 0])
             whole[:] = [before + more for before, more in zip(whole, counts, strict=True)]
@@ -293,7 +296,7 @@ class LedgerWriter(ExitStack):
         self._entries = []
 
     def _end(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._entries:
+        if kind is None and self._entries:  # after an error the file does not appear
             self._flush()
 
     def result(self) -> LedgerFile:

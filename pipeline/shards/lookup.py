@@ -28,12 +28,14 @@ def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]
     for path in sorted((folder / LEDGERS).glob("*.arrow")):
         for start, batch in _batches(path):
             mask = pc.equal(batch.column("source"), document)
+            # `isdigit` takes superscripts, which `int` refuses.
             if source and offset.isdecimal() and len(offset) <= _OFFSET_DIGITS:
                 here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
                 mask = pc.or_(mask, here)
             if prefix is not None:
+                # `starts_with` takes no fixed_size_binary.
                 by_id = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
-                mask = pc.or_(mask, pc.fill_null(by_id, fill_value=False))
+                mask = pc.or_(mask, pc.fill_null(by_id, fill_value=False))  # no id where nothing could be read
             for index in np.flatnonzero(mask.to_numpy(zero_copy_only=False)).tolist():
                 yield path.stem, start + index, _entry(batch, index)
 
@@ -41,7 +43,7 @@ def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]
 def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Entry]:
     """Rows of ledgers by unit number and ordinal. An ordinal beyond the end of its unit is absent."""
     entries: dict[tuple[int, int], Entry] = {}
-    for unit, group in groupby(sorted(set(places)), key=itemgetter(0)):
+    for unit, group in groupby(sorted(set(places)), key=itemgetter(0)):  # groupby joins neighbours only
         ordinals, path = [ordinal for _, ordinal in group], folder / LEDGERS / f"{unit:05d}.arrow"
         for start, batch in _batches(path) if path.exists() else ():
             inside = (ordinal for ordinal in ordinals if start <= ordinal < start + batch.num_rows)

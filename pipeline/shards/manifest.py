@@ -285,6 +285,7 @@ def joined_manifest(manifests: Sequence[Manifest]) -> Manifest:
     if len(manifests) == 1:
         return manifests[0]
     first = manifests[0]
+    # Before 0.2 some are missing.
     totals = {key: sum(manifest.totals.get(key, 0) for manifest in manifests) for key in first.totals}
     counts = {
         name: [getattr(manifest, name) for manifest in manifests] for name in ("dropped", "failed", "labels", "notes")
@@ -292,7 +293,7 @@ def joined_manifest(manifests: Sequence[Manifest]) -> Manifest:
     return first.model_copy(
         update={
             "shards": [
-                replace(shard, name=f"{place}/{shard.name}")
+                replace(shard, name=f"{place}/{shard.name}")  # corpora name their shards alike
                 for place, manifest in enumerate(manifests)
                 for shard in manifest.shards
             ],

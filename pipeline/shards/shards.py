@@ -99,7 +99,7 @@ class ShardSet:
         """Numbers of the documents of the part in the split, ascending."""
         share, seed = self.part or (1.0, 0)
         keys = [self._shard(number).keys() for number in range(len(self._shards))]
-        joined = np.concatenate([np.empty(0, np.uint64), *keys])
+        joined = np.concatenate([np.empty(0, np.uint64), *keys])  # a split may have no shard
         # By id, so that more shards or another order choose the same documents.
         drawn = seeding.words(seed, "share of the corpus", joined, np.zeros_like(joined), 1)[:, 0]
         return np.flatnonzero(seeding.unit(drawn) < share)
@@ -169,6 +169,7 @@ class ShardSet:
         return self._open[number]
 
     def _folder_of(self, number: int) -> Path:
+        # "right" passes corpora without shards.
         return self.folders[int(np.searchsorted(self._firsts, number, side="right")) - 1]
 
     def _size_problems(self, number: int) -> list[str]:
@@ -291,6 +292,7 @@ def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
     """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
     ids = _whole(documents.column("id"))
+    # The buffer is that of the whole column, also of a slice.
     raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
     return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
 

@@ -66,7 +66,7 @@ class BatchTokenizer:
             backend = _without_pieces(parsed, self._hidden)
         self._backend = backend
         backend.encode_special_tokens = True
-        backend.no_truncation()
+        backend.no_truncation()  # a tokenizer.json can bring it, and padding
         backend.no_padding()
         self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
         self._cut = _safe_cut(parsed)
@@ -128,7 +128,7 @@ def spelled_specials(backend: Tokenizer, parsed: dict[str, Any]) -> set[str]:
     """
     backend.encode_special_tokens = True
     specials = {token["content"]: token["id"] for token in parsed["added_tokens"] if token["special"]}
-    texts = [f"{content} a {content}a{content}" for content in specials]
+    texts = [f"{content} a {content}a{content}" for content in specials]  # alone, after a space and within a word
     encoded = zip(specials.items(), backend.encode_batch_fast(texts, add_special_tokens=False), strict=True)
     spelled = {content for (content, number), encoding in encoded if number in encoding.ids}
     unknown = parsed["model"].get("unk_token")  # the model needs it, and a text that spells it is unknown
@@ -205,7 +205,7 @@ _DIFFICULT = (
     "\U0001f3f3\ufe0f\u200d\U0001f308 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fdx",
     "東京都は日本の首都です。한국어 ภาษาไทย עולם مرحبا بالعالم \u202eabc\u202c",
 )
-_SURROGATES = range(0xD800, 0xE000)
+_SURROGATES = range(0xD800, 0xE000)  # no text in UTF-8 has them
 
 
 # Versions of tiktoken and tokenizers whose character tables are known to agree (checked by a test).
@@ -256,6 +256,7 @@ def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterabl
         for text, expected, actual in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
             if not np.array_equal(expected, actual):
                 shared = min(len(expected), len(actual))
+                # False last: one may begin with the other.
                 first = int(np.argmin(np.append(expected[:shared] == actual[:shared], False)))
                 return f"ids differ from token {first} of a text that begins {text[:60]!r}"
     return None
@@ -291,7 +292,7 @@ def disagreement_of_patterns() -> str | None:
     """
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters)}
-    merges = list(dict.fromkeys([*product(["a"], letters), *product(letters, ["1", "!"])]))
+    merges = list(dict.fromkeys([*product(["a"], letters), *product(letters, ["1", "!"])]))  # a1 and a! occur in both
     vocab |= {first + second: index for index, (first, second) in enumerate(merges, start=len(vocab))}
     backends = [Tokenizer(models.BPE(vocab=vocab, merges=merges)) for _ in range(2)]
     for backend in backends:
