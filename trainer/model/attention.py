@@ -38,8 +38,8 @@ _SMALL_TOKENS = 96
 # multiple: a larger number than needed costs nothing, and torch.compile sees few different ones.
 _LENGTH_UNIT = 128
 _LEAST_CAPABILITY = (8, 0)  # Ampere
-_MOST_HEAD_SIZE = 256
-_HEAD_SIZE_UNIT = 8
+_MOST_HEAD_SIZE = 256  # FlashAttention-2's
+_HEAD_SIZE_UNIT = 8  # 16 bytes in half precision, as its loads need
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -97,6 +97,7 @@ class AttentionLayout:
         starts = (self.lengths.cumsum(0) - self.lengths).tolist()
         sizes = self.lengths.tolist()
         members: list[list[int]] = []
+        # The longest first, as it decides the padding.
         for span in sorted(range(len(sizes)), key=lambda span: -sizes[span]):
             longest = sizes[members[-1][0]] if members else 0
             if members and (sizes[span] >= _MIN_FILL * longest or longest <= _SMALL_TOKENS):
@@ -109,7 +110,7 @@ class AttentionLayout:
             size = torch.tensor([sizes[span] for span in group])[:, None]
             place = torch.arange(sizes[group[0]])[None, :]
             valid = place < size
-            tokens = torch.where(valid, start + place, start)
+            tokens = torch.where(valid, start + place, start)  # any token will do: its key is masked, its row dropped
             order[tokens[valid]] = entries + valid.flatten().nonzero()[:, 0]
             entries += valid.numel()
             ragged = sizes[group[-1]] != sizes[group[0]]
@@ -182,7 +183,7 @@ def attend_in_groups(
         if window is not None and longest > window:
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
-            mask = near if mask is None else mask & near
+            mask = near if mask is None else mask & near  # a group of short spans has no padding mask
         if drop is not None:
             explicit = attend_in_parts if query.is_cuda else attend_with_dropout
             group_drop = drop.rearranged(lambda tensor, places=tokens: tensor[places])  # type: ignore[misc]
@@ -228,7 +229,7 @@ def attend(
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
         window: w of |i - j| < w; None: the whole span.
     """
-    reach = -1 if window is None else window - 1
+    reach = -1 if window is None else window - 1  # the kernel's limit is |i - j| <= reach, and -1 none
     output = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
     assert isinstance(output, Tensor)
     return output

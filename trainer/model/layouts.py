@@ -21,7 +21,7 @@ from declutr.trainer.model.language_model import FAMILIES, max_span_tokens
 Layout = Literal["packed", "padded"]
 # Relative to the largest entry. For 30 untrained families, rounding was at most 3e-6 and the smallest leak 5e-4.
 _TOLERANCE = 2e-5
-_LENGTHS = [3, 7, 5, 7]
+_LENGTHS = [3, 7, 5, 7]  # two of one length, so that padding alone does not tell spans apart
 _MOST_TOKENS = 512  # limit for the span that is longer than a local attention's window
 # Errors that the code of a family may raise when it cannot compute a layout.
 _CANNOT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
@@ -81,6 +81,7 @@ def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
         encoder: the encoder in the layout that fits it; it is left unchanged.
         frontend: the frontend of a task.
     """
+    # No two patches alike: a mix would show.
     values = torch.linspace(-1, 1, 5 * frontend.patches.in_features).view(5, -1)
     clips = PatchBatch(values, torch.tensor([0, 1, 1, 0, 1]), torch.tensor([3, 2]))
     with _Trial(encoder, clips.to(next(encoder.parameters()).device), frontend) as trial:
@@ -122,7 +123,7 @@ class _Trial:
     def __exit__(self, *_: Any) -> None:
         self.encoder.set_layout(self.before[0])
         self.encoder.train(self.before[1])
-        self.encoder.keys.clear()
+        self.encoder.keys.clear()  # those of the artificial spans
 
     def equals_alone(self, layout: Layout) -> bool:
         """True if the hidden states of all spans together equal those of each span alone."""
@@ -141,7 +142,7 @@ class _Trial:
 
     def trains(self, layout: Layout) -> bool:
         """True if a forward with dropout succeeds."""
-        short = self.batch.span_slice(0, self.batch.num_spans - 1)
+        short = self.batch.span_slice(0, self.batch.num_spans - 1)  # without the long span, which takes the time
         self.encoder.train()
         passed = self._passes(lambda: bool(self._hidden(short, layout).isfinite().all()))
         self.encoder.eval()
@@ -197,9 +198,9 @@ def _spans(encoder: Encoder) -> SpanBatch:
     lengths = list(_LENGTHS)
     if window := max((window for window in windows if isinstance(window, int)), default=0):
         lengths[-1] = max(lengths[-1], min(window + 8, max_span_tokens(encoder.model), _MOST_TOKENS))
-    special = {config.pad_token_id, None}
+    special = {config.pad_token_id, None}  # padding would be masked
     allowed = [number for number in range(min(64, config.vocab_size)) if number not in special]
     ids = torch.tensor([allowed[place % len(allowed)] for place in range(sum(lengths))])
     nothing = torch.empty(0, dtype=torch.int64)
-    keys = torch.arange(1, len(lengths) + 1, dtype=torch.int32)
+    keys = torch.arange(1, len(lengths) + 1, dtype=torch.int32)  # any, as long as they differ
     return SpanBatch(ids, torch.tensor(lengths), nothing, nothing, keys).to(next(encoder.parameters()).device)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from declutr.trainer.data.plan import part_of
 from declutr.trainer.model.encoder import Encoder
 
-_BUCKET_ELEMENTS = 32 * 1024 * 1024
+_BUCKET_ELEMENTS = 32 * 1024 * 1024  # 128 MiB of float32: messages few enough, and a second copy of the gradients small
 Kind = TypeVar("Kind", bound=Tensor)
 
 
@@ -93,7 +93,7 @@ class Communicator:
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a tensor over ranks, without gradient."""
-        values = values.detach().clone()
+        values = values.detach().clone()  # all_reduce works in place
         self.all_reduce_sum_(values)
         return values
 
@@ -117,7 +117,7 @@ class Communicator:
 
     def all_reduce_or(self, requests: Request) -> Request:
         """The union of all ranks' requests, the same on every rank."""
-        raised = torch.tensor([requests.value])
+        raised = torch.tensor([requests.value])  # on the CPU: requests need no GPU and no wait for it
         return Request(int(reduce_by_doubling(raised, self.rank, self.size, torch.bitwise_or)))
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -127,7 +127,7 @@ class Communicator:
         """
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter)  # every rank must send the same buckets
         if self.size == 1:
             return
         own = [p.grad for p in parameters if p.grad is not None and not is_part(p)]
@@ -163,7 +163,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, start: int, total: int) -> Tensor:
         ctx.span = (start, start + len(rows))
-        table = rows.new_zeros(total, *rows.shape[1:])
+        table = rows.new_zeros(total, *rows.shape[1:])  # adding zeros changes no row
         table[start : start + len(rows)] = rows
         dist.all_reduce(table)
         return table
@@ -171,7 +171,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         start, end = ctx.span
-        return gradients[0][start:end], None, None
+        return gradients[0][start:end], None, None  # complete, as every rank computes the whole loss
 
 
 def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -191,7 +191,7 @@ def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[
     paired = 1 << (size.bit_length() - 1)  # the largest power of two that is not above the number of ranks
     if rank >= paired:
         dist.send(values, rank - paired)
-        return _received(values, rank - paired)
+        return _received(values, rank - paired)  # the result
     if rank + paired < size:
         values = combine(values, _received(values, rank + paired))
     distance = 1
@@ -229,6 +229,7 @@ def shard(encoder: Encoder, comm: Communicator) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    # One dimension: parts over all workers.
     mesh = init_device_mesh(next(encoder.parameters()).device.type, (comm.size,))
     layers = [module for module in encoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*layers, encoder]:
