@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 _SHOWN = ("ray", "torch", "transformers", "pyarrow", "numpy")
 _SMI_FIELDS = "name,memory.total,memory.used,utilization.gpu,driver_version"
-_SMI_SECONDS, _FAMILIES = 20, (socket.AF_INET, socket.AF_INET6)
-_BUSY_MIB, _BUSY_PERCENT = 1024, 10
-_SYNC_LIMIT_MS, _REPLACES = 100.0, 50
+_SMI_SECONDS = 20
+_BUSY_MIB, _BUSY_PERCENT = 1024, 10  # memory and time of a GPU that another process uses
+_SYNC_LIMIT_MS = 100.0  # of an fsync, above which every checkpoint waits for the disk
+_REPLACES = 50  # renames during which a file is read
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _WEIGHT_BYTES, _MOMENTS_BYTES = 4, 8  # of a parameter; AdamW's two moments are float32
 _RAY_PROCESSES = {  # parts of the command line, kind
     "dashboard/dashboard.py": "dashboard", "util.client.server": "Ray client", "gcs_server": "gcs",

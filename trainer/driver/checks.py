@@ -62,6 +62,8 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
         problems += _manifest_problems(plan)
         if not no_place and len(plan.corpora) == len(plan.tasks):  # else the joint hash lacks a task
             problems += other_shards(plan)
+    if not problems:
+        problems += share_problems(plan)  # opens the shards
     # gradients are compared without the run's folder, which may hold another run
     refuse([line for line in problems if of_run or not line.startswith("run = ")])
     return plan
@@ -101,19 +103,18 @@ def share_problems(plan: RunPlan) -> list[str]:
 
 
 def load_problems(plan: RunPlan) -> list[str]:
-    """Problems that show when shards are opened, and when objective and encoder are loaded, with transformers."""
+    """Problems that show when objective and encoder are loaded, with transformers."""
     config, main = plan.config, plan.tasks[""]
-    problems = share_problems(plan)
     # A run with a checkpoint has passed the other checks. Loading transformers would take seconds of each resume, and
     # the workers name what has changed since.
     if steps_in(plan.folder / CHECKPOINTS):
-        return problems
+        return []
     if remark := config.objective.remark_before(main.context(plan.manifest.short_documents)):
         get_logger().warning("%s", remark)
     from declutr.trainer.driver.encoder_checks import encoder_problems, task_problems  # loads torch
 
     # The two parts may load the same objective.
-    return list(dict.fromkeys([*objective_problems(main), *task_problems(plan), *problems, *encoder_problems(plan)]))
+    return list(dict.fromkeys([*objective_problems(main), *task_problems(plan), *encoder_problems(plan)]))
 
 
 def _misfits(plan: RunPlan, name: str) -> list[str]:
