@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import OBJECTIVES, SIZES, Workload
+from declutr.trainer.build import autocast_type
 
 ROWS = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
 # 64 documents fill a microbatch (13,000 tokens), and so do 64 sentences in two views (2,894 tokens with seed 0): with a
@@ -52,6 +53,7 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "peak_mib": round(record.peak(device) - before, 1),
         "span_embeddings_mib": round(measured.spans.num_spans * encoder.embedding_size * 4 / record.MIB, 2),
         "seconds": round(time.perf_counter() - begun, 3),
+        "precision": options.precision or ("fp32" if autocast_type("auto", device) is None else "bf16"),
         "tokens": measured.spans.num_tokens,
         "spans": measured.spans.num_spans,
         "microbatches": len(train_step.tasks[0].cut(measured)),
@@ -86,7 +88,6 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "benchmark": "batch",
         **{name: getattr(options, name) for name in settings},
-        "precision": options.precision or ("bf16" if options.device == "cuda" else "fp32"),
         "peak_mib": peaks,
         "ratio_4096_to_64": _growth(peaks, 4096),
         "ratio_16384_to_64": _growth(peaks, 16384),

@@ -216,7 +216,8 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
             "%s: already stopped early: %s; increase validation.patience to continue", config.run, early["why"]
         )
     elif latest is not None:
-        message = f"continuing after step {done} of {steps}" if done < steps else "finished already"
+        whole = "" if ended else ", if its checkpoint is whole"  # the first worker verifies it
+        message = f"continuing after step {done} of {steps}{whole}" if done < steps else "finished already"
         get_logger().info("%s: %s", config.run, message)
     if done < steps and early is None:
         (run / SUMMARY).unlink(missing_ok=True)  # describes an earlier end

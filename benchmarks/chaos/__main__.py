@@ -96,7 +96,7 @@ class Bench:
 
     def cause(self, fault: Fault) -> FaultRow:
         """Cause a fault in a run of its own, and compare the run's end with that of the quiet run."""
-        steps, cpus = fault.steps or self.steps, 1 if fault.setting == "machine" else _CPUS_ON_NODES
+        steps, cpus = max(self.steps, fault.steps), 1 if fault.setting == "machine" else _CPUS_ON_NODES
         quiet, run, row = self.undisturbed(cpus, steps), self.new_run(steps, fault.changes), FaultRow(fault.name)
         started = time.monotonic()
         with ExitStack() as stack:
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.pop("RAY_ADDRESS", None)  # a cluster of the user's must see no fault
         with Census() as census:
             bench = Bench(top, options.seed, census, options.steps, options.patience)
-            bench.prepare(max(fault.steps or options.steps for fault in chosen))
+            bench.prepare(max([options.steps, *(fault.steps for fault in chosen)]))
             rows = [
                 bench.cause(fault) if fault.possible else FaultRow(fault.name, problem="not tried: needs root")
                 for fault in chosen

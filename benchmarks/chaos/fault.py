@@ -32,7 +32,7 @@ class Fault:
         needs_root: whether it needs a mount, and so root.
         alters: whether updates are skipped, so that only documents and spans equal those of the quiet run.
         changes: settings of the run that the fault needs.
-        steps: steps of its run; None: those of the command.
+        steps: steps that its run needs at least.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Fault:
     needs_root: bool = False
     alters: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
-    steps: int | None = None
+    steps: int = 0
 
     @property
     def possible(self) -> bool:

@@ -291,6 +291,9 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "online")  # settings decide, not the environment
     monkeypatch.setenv("WANDB_RUN_ID", "other")
+    (tmp_path / "wandb").mkdir()  # as the folder of a run of somebody else may have it
+    (tmp_path / "wandb" / "settings").write_text("[default]\nrun_group = stranger\n")
+    (tmp_path / "config-defaults.yaml").write_text("stranger:\n  value: 1\n")
     for done, last in ((0, 7), (5, 9)):
         writer = MetricsWriter(tmp_path, done, loggers=start_wandb(tmp_path))
         take(writer, range(done + 1, last + 1))
@@ -304,6 +307,8 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
     assert second[1][-1]["validation/mrr"] == 0.5
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+    for path in (tmp_path / "wandb").glob("*/*.wandb"):
+        assert b"stranger" not in path.read_bytes(), path
 
 
 @with_wandb
