@@ -8,7 +8,7 @@ Each source is divided and adapted to with several seeds; a figure is of one can
 import argparse
 import gzip
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,22 @@ def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[
     output = options.work / f"{corpus.stem}-seed{seed}"
     result = adapt(options.start, corpus, output, stsb=options.stsb, minutes=options.minutes, seed=seed)
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
-    for row in result.rows[1:]:
+    for row in result.rows[1:]:  # the first row is the start
         chosen = row.name == result.chosen
+        compared = {"distant": row.differences.get(DISTANT), "queries": row.differences.get(HEADINGS)}
+        compared |= {"stsb": _stsb(options, row, output, result, seed)}
         yield same | {
             "recipe": row.name,
             "chosen": chosen,
             "verdict": result.verdict.outcome if chosen else None,
             "seconds": result.facts["seconds"],
-            **_differences(row.differences, _stsb(options, row, output, result, seed)),
+            **{name: comparison and points(comparison) for name, comparison in compared.items()},
         }
-
-
-def _differences(comparisons: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
-    compared = {"distant": comparisons.get(DISTANT), "queries": comparisons.get(HEADINGS), "stsb": stsb}
-    return {name: comparison and points(comparison) for name, comparison in compared.items()}
 
 
 def _stsb(options: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> Comparison | None:
     """Difference of a candidate on STS-B's test set."""
-    if row.name == result.chosen:
+    if row.name == result.chosen:  # scored by `adapt` already
         return result.stsb
     if row.kind != "candidate" or options.stsb is None:
         return None

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import OBJECTIVES, SIZES, Workload
+from declutr.trainer.build import autocast_type
 
 ROWS = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
 # 64 documents fill a microbatch (13,000 tokens), and so do 64 sentences in two views (2,894 tokens with seed 0): with a
@@ -34,7 +35,10 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     """Measure one size in this process."""
     device = torch.device(options.device)
-    workload = workload_of(options)
+    settings: dict[str, Any] = {"dropout": options.dropout}
+    if options.objective != "declutr":  # SimCSE has the settings of its unsupervised run
+        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
+    workload = Workload.of(options, options.device, options.precision, **settings)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = record.reset_peak(device)
@@ -49,18 +53,11 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "peak_mib": round(record.peak(device) - before, 1),
         "span_embeddings_mib": round(measured.spans.num_spans * encoder.embedding_size * 4 / record.MIB, 2),
         "seconds": round(time.perf_counter() - begun, 3),
+        "precision": options.precision or ("fp32" if autocast_type("auto", device) is None else "bf16"),
         "tokens": measured.spans.num_tokens,
         "spans": measured.spans.num_spans,
-        "microbatches": len(train_step.tasks[0].microbatch.cut(measured.spans)),
+        "microbatches": len(train_step.tasks[0].cut(measured)),
     }
-
-
-def workload_of(options: argparse.Namespace) -> Workload:
-    """Build the workload of the objective; SimCSE has the settings of its unsupervised run."""
-    settings: dict[str, Any] = {"dropout": options.dropout}
-    if options.objective != "declutr":
-        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
-    return Workload.of(options, options.device, options.precision, **settings)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -91,7 +88,6 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "benchmark": "batch",
         **{name: getattr(options, name) for name in settings},
-        "precision": "bf16" if record.autocast_type(options.precision, options.device) else "fp32",
         "peak_mib": peaks,
         "ratio_4096_to_64": _growth(peaks, 4096),
         "ratio_16384_to_64": _growth(peaks, 16384),

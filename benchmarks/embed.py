@@ -78,6 +78,7 @@ def write_encoder(folder: Path, size: str, texts: list[str], vocab_size: int, se
     """Write a folder for both libraries: RoBERTa of that size, with a tokenizer trained on the texts."""
     tokenizer = train_tokenizer(texts, vocab_size)
     ids = {name: getattr(tokenizer, name) for name in _IDS}
+    # RoBERTa's first two positions are never used
     shape = {"max_position_embeddings": _MAX_TOKENS + 2, "type_vocab_size": 1, **SIZES[size]}
     config = AutoConfig.for_model("roberta", vocab_size=len(tokenizer), **ids, **shape)
     with torch.random.fork_rng(devices=[]):

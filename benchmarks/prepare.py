@@ -17,8 +17,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +29,6 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
-import yaml
 from tokenizers import Tokenizer
 
 from benchmarks import record
@@ -43,12 +40,11 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import Manifest
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, parse
-from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, choose_engine, parse
 from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
-_PROGRAMS = ("warm", "cold", "datasets", "our_engine", "tiktoken")
+_PROGRAMS = ("warm", "datasets", "limit")
 _DEMO_FILES = 8
 _DEMO_VOCABULARY = 16_384
 _BATCH = 256
@@ -82,8 +78,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "workers": options.workers,
         "min_tokens": 4 * options.max_tokens,
     }
-    choice = choose_engine(Path(tokenizer), "auto")
-    settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
+    engine, reason = choose_engine(Path(tokenizer), "auto")
+    settings |= {"engine": engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
     with FolderSize(work / "warm-up") as disk:
         manifest = time_prepare(options, settings, disk.folder)[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / record.MIB
@@ -94,11 +90,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         with WorkerMemory() as memory:
             rates["warm"].append(mib / time_prepare(options, settings, where / "warm")[0])
         peaks.append(memory.peak_mib)
-        rates["cold"].append(mib / command(options, settings, where / "cold"))
-        rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
-        if choice.engine == "tiktoken":
-            rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
-        if find_spec("datasets"):
+        rates["limit"].append(mib / engine_alone(settings, where / "limit"))
+        if find_spec("datasets"):  # a tool for development, which an install may lack
             result = at_once(datasets, [settings], where / "datasets")[0]
             if (result["documents"], result["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
                 # Seconds of other work would be no comparison.
@@ -111,22 +104,15 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "text_mib": round(mib, 1),
         "documents": {key: manifest.totals[key] for key in ("read", "kept", "num_tokens")},
         "workers": options.workers,
-        "engine": choice.engine,
-        "engine_reason": choice.reason,
+        "engine": engine,
+        "engine_reason": reason,
         "mib_per_s": _median(rates["warm"]),
         "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
-        "share_of_limit": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"])["median"],
+        "share_of_limit": _ratio(rates["warm"], rates["limit"])["median"],
         "disk_mib": {"shards": disk.mib(), "peak": disk.peak_mib},
         "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
-        "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
-        "share_of_our_engine_rounds": _ratio(rates["warm"], rates["our_engine"]),
-        "with_ray_start": {
-            "mib_per_s": _median(rates["cold"]),
-            "ratio_vs_datasets": _ratio(rates["cold"], rates["datasets"]),
-            "share_of_limit": _ratio(rates["cold"], rates["tiktoken"] or rates["our_engine"]),
-            "start_seconds": _median([mib / c - mib / w for c, w in zip(rates["cold"], rates["warm"], strict=True)]),
-        },
+        "share_of_limit_rounds": _ratio(rates["warm"], rates["limit"]),
         "rates_mib_per_s": {name: [round(rate, 2) for rate in values] for name, values in rates.items()},
     }
 
@@ -159,6 +145,7 @@ def _demo_corpus(folder: Path) -> list[str]:
     texts = [text for text in documentation() if "\0" not in text]  # a failure here, a text for `datasets`
     paths = [str(folder / f"{number}.jsonl.gz") for number in range(_DEMO_FILES)]
     for number, path in enumerate(paths):
+        # 6, as the command gzip has
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as stream:
             stream.writelines(json.dumps({"text": text}) + "\n" for text in texts[number::_DEMO_FILES])
     return paths
@@ -180,17 +167,6 @@ def time_prepare(options: argparse.Namespace, settings: dict[str, Any], output: 
     begun = time.perf_counter()
     manifest = prepare(PipelineConfig.model_validate(_config(options, settings, output)))
     return time.perf_counter() - begun, manifest
-
-
-def command(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> float:
-    """Time the command, including the start of Python and Ray."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    config = output.parent / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": _config(options, settings, output)}), encoding="utf-8")
-    begun = time.perf_counter()
-    line = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
-    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begun
 
 
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
@@ -245,19 +221,18 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
 def limit(settings: dict[str, Any]) -> dict[str, Any]:
     """Run the tokenizing engine alone on this process's share of the texts, which are in memory.
 
-    The engine is ours, which chooses its pattern by the text. With `stock` it is tiktoken with GPT-2's pattern in
-    typical use.
+    It is tiktoken with GPT-2's pattern in typical use, where ours is a tiktoken that chooses its pattern by the text.
     """
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
     engine: EngineName = settings["engine"]
     encoder = BatchTokenizer.load(Path(settings["tokenizer"]), engine)
     encode: Callable[[list[str]], Any] = encoder.encode
-    if settings["stock"]:
+    if engine == "tiktoken":
         plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))
         encode = plain.engine(_GPT2_PATTERN).encode_ordinary_batch
-        encode = partial(encode, num_threads=1)
-    encode(texts[:_BATCH])
+        encode = partial(encode, num_threads=1)  # a thread a process, as on all sides
+    encode(texts[:_BATCH])  # warms up
     _start[0].wait()  # until the others have their texts in memory, too
     begun = time.perf_counter()
     for start in range(0, len(texts), _BATCH):
@@ -301,13 +276,9 @@ class WorkerMemory(Watcher):
     def look(self) -> None:
         """Reads the peaks of the processes of now."""
         for process in psutil.Process().children(recursive=True):
-            try:
-                lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError:  # ended meanwhile, or no /proc
-                continue
-            status = dict(line.partition(":")[::2] for line in lines)
-            if status.get("Name", "").strip().startswith("ray::") and "VmHWM" in status:
-                self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
+            with contextlib.suppress(OSError, ValueError, psutil.Error):  # ended meanwhile, or no /proc
+                if process.name().startswith("ray::"):
+                    self.peak_mib = max(self.peak_mib or 0.0, round(record.status_mib("VmHWM", process.pid), 1))
 
 
 class FolderSize(Watcher):

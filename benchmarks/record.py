@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import time
@@ -10,15 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from declutr.common.storage import write_text
 from declutr.reproduction import provenance
+from declutr.trainer.metrics.metrics import peak_memory_mib
 
 MIB = 2**20
-_STATUS = Path("/proc/self/status")
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -48,22 +45,6 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     return settings
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that decide what is measured."""
-    return {key: value for key, value in vars(options).items() if key not in ("json", "commit", "facts")}
-
-
-def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
-    """Type of the forward's matrix products: bfloat16, or None for float32."""
-    chosen = precision or ("bf16" if device == "cuda" else "fp32")
-    return torch.bfloat16 if chosen == "bf16" else None
-
-
-def now() -> NDArray[np.float64]:
-    """Wall seconds and processor seconds of this process, for differences."""
-    return np.array([time.perf_counter(), time.process_time()])
-
-
 def ratios(reference_seconds: Sequence[float], own_seconds: Sequence[float]) -> dict[str, Any]:
     """Quotients of the seconds of two sides that took turns, their median and their range."""
     quotients = [other / own for other, own in zip(reference_seconds, own_seconds, strict=True)]
@@ -89,26 +70,23 @@ def reset_peak(device: torch.device) -> float:
         return torch.cuda.memory_allocated() / MIB
     reset = Path("/proc/self/clear_refs")
     if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
-        reset.write_text("5", encoding="ascii")
-        return _status("VmRSS")
-    return _largest()
+        reset.write_text("5", encoding="ascii")  # 5 resets VmHWM, by proc(5)
+        return status_mib("VmRSS")
+    return peak_memory_mib()
 
 
 def peak(device: torch.device) -> float:
     """Maximum MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / MIB
-    return _status("VmHWM") if _STATUS.exists() else _largest()
+    return peak_memory_mib() if device.type == "cuda" or not Path("/proc").exists() else status_mib("VmHWM")
 
 
-def _status(name: str) -> float:
-    (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{name}:"))
+def status_mib(name: str, pid: int | str = "self") -> float:
+    """A size in MiB that Linux knows of a process, such as VmHWM, its largest resident memory."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
-
-
-def _largest() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def publish(figures: dict[str, Any], options: argparse.Namespace) -> None:

@@ -92,9 +92,11 @@ def _late(encoder: Any, short: Any, name: str, page: str) -> list[tuple[str, F32
         with torch.inference_mode():
             states = model(**row).last_hidden_state[0].numpy()
         for passage in Cutter(short).passages(text):
+            # special tokens have the empty place (0, 0)
             inside = (places[:, 0] >= passage.start) & (places[:, 1] <= passage.end) & (places[:, 1] > places[:, 0])
             if inside.any():
                 rows.append((passage.of(text), states[inside].mean(axis=0)))
+    # a page without a row would have no rank
     return rows or [(Passage(0, 0, 1, "").of(page), np.zeros(encoder.size, np.float32))]
 
 

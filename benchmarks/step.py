@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks import record, workload
-from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
+from declutr.trainer.data.batches import RankBatch, SpanBatch, as_rows, padding_mask
 from declutr.trainer.model.language_model import compile_layers
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
@@ -40,7 +40,7 @@ PaddedBatch = tuple[PaddedSpans, PaddedSpans]
 
 
 def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
-    ids, mask = pad_rows(batch, pad_id)
+    ids, mask = as_rows(batch.input_ids, batch, pad_id), padding_mask(batch)
     flat = torch.full_like(batch.input_ids, _IGNORED)
     flat[batch.selected] = batch.labels
     labels = torch.full_like(ids, _IGNORED)
@@ -66,6 +66,7 @@ def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[Padde
         anchors, mlm = embed(batch[0])
         positives, _ = embed(_inputs(batch[1]))  # no labels: only anchors are masked
         averaged = positives.view(len(anchors), num_positives, -1).mean(dim=1)
+        # an anchor and its positives are one class
         labels = torch.arange(len(anchors), device=anchors.device).repeat(2)
         embeddings = torch.cat([anchors, averaged])
         if embeddings.dtype != torch.float64:  # the loss needs at least float32
@@ -193,7 +194,7 @@ class Setting(workload.Workload):
         train_step = self.train_step(encoder)
 
         def prepare(spans: SpanBatch) -> RankBatch:
-            contrasted = self.documents * self.spans.num_anchors if self.objective.contrastive else 0
+            contrasted = self.documents * self.spans.num_anchors if self.objective.embeds else 0
             return RankBatch(spans.to(self.device), self.documents, contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:
@@ -210,7 +211,7 @@ class Setting(workload.Workload):
         """
         model = self.padded_model()
         if self.compile:
-            model.base_model.compile(dynamic=True)
+            model.base_model.compile(dynamic=True)  # else each length would compile anew
         num_anchors = self.documents * self.spans.num_anchors
         pad_id = int(model.config.pad_token_id)
         loss_of = released_loss(model, self.spans.num_positives) if name == "released" else neighbours_loss(model)

@@ -21,6 +21,7 @@ from declutr.pipeline.readers.corpus import ID_BYTES
 from declutr.pipeline.shards.content import LABELS, NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
+from declutr.trainer.build import autocast_type
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
@@ -46,7 +47,7 @@ OBJECTIVES: dict[str, TextObjectiveConfig] = {
 }
 """Settings of the papers' BERT runs."""
 _CPU = torch.device("cpu")
-_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}  # RoBERTa's
 _FIRST_ORDINARY = 4  # lower ids are RoBERTa's special tokens
 # Lengths without specials, in tokens of bert-base-uncased, at 0%, 5%, ..., 100% of 4,000 texts each: sentences of the
 # English Wikipedia, and premises and hypotheses of SNLI's development set with the counterfactually augmented NLI data.
@@ -182,8 +183,9 @@ class Workload:
     def of(cls, options: argparse.Namespace, device: str = "cpu", precision: str | None = None, **fields: Any) -> Self:
         """Make a workload of the options that `add_options` adds and of `seed`."""
         spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
-        autocast = record.autocast_type(precision, device)
-        return cls(options.model, spans, options.seed, device=torch.device(device), autocast=autocast, **fields)
+        place = torch.device(device)
+        autocast = autocast_type(precision or "auto", place)
+        return cls(options.model, spans, options.seed, device=place, autocast=autocast, **fields)
 
     def loss(self, embedding_size: int) -> Objective[Any]:
         """Build the objective, with weights drawn from the seed."""

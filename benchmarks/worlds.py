@@ -29,7 +29,7 @@ from benchmarks import record, workload
 from declutr.common.storage import write_text
 from declutr.trainer.checkpoints import checkpoint, weights
 from declutr.trainer.checkpoints.state import RunState
-from declutr.trainer.data.batches import RankBatch, collate_canonical
+from declutr.trainer.data.batches import RankBatch, collated
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.reducers import FixedPointReducer
@@ -76,9 +76,7 @@ def batch_of(options: argparse.Namespace, comm: Communicator, step: int, determi
     start, end = plan.slice(comm.rank, comm.size)
     rows = setting.rows(step * options.documents, options.documents).slice(start, end - start)
     epochs = np.zeros(len(rows), np.int64)
-    if unit is None:
-        return setting.collator().collate(rows, epochs)
-    return collate_canonical(setting.collator(), rows, epochs, start // unit, unit)
+    return collated(setting.collator(), rows, epochs, start, unit)
 
 
 def train(
@@ -169,12 +167,13 @@ def main(arguments: list[str] | None = None) -> None:
     deterministic = trained.get(options.processes) or in_processes(
         options.processes, train, options, True, 1, options.steps
     )
+    # all ranks wait for each other, so one's times are those of all
     measured = in_processes(options.processes, turns, options)[0]
     plain, fixed = measured["seconds"]
     ratios = record.ratios(fixed, plain)
     figures = {
         "benchmark": "worlds",
-        **record.settings_of(options),
+        **{key: value for key, value in vars(options).items() if key not in ("json", "commit", "facts")},
         "worlds": worlds,
         "equal": len({world["checksum"] for world in worlds}) == 1,
         "ordinary_checksum": ordinary[0]["checksum"],

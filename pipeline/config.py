@@ -1,7 +1,7 @@
 """Configuration of `prepare`, composed of sections that are defined next to the code they configure."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -14,13 +14,13 @@ from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import hash_json
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
 from declutr.pipeline.filters.document_filter import FiltersConfig
 from declutr.pipeline.readers.corpus import FIELD_FORMATS, UNIT_MIB, FilesCorpus, HubCorpus
 from declutr.pipeline.readers.pydocs import PythonDocs
-from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
+from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, MediaContent, keys_of
 from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerConfig
@@ -83,76 +83,62 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _check_content(self) -> "PipelineConfig":
         """Refuses settings that have no effect on this content, or no sense."""
-        kind, problems = self.content.kind, duplicates_problems(self.duplicates)
-        if kind != "documents":
-            problems += [
-                f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it"
-                for name, default in (("geometry", Geometry()), ("short_documents", "drop"))
-                if getattr(self, name) != default
-            ]
-            if kind in MEDIA_KINDS:
-                problems += self._media_problems()
-            if kind in MEDIA_KINDS or keys_of(self.content):
-                problems += self._corpus_problems()
+        kind = self.content.kind
+        problems = [
+            *duplicates_problems(self.duplicates),
+            *(f"{key}: has no effect with content.kind = {kind}, {why}; remove it" for key, why in self._unused()),
+            *self._missing(),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
-    def _media_problems(self) -> list[str]:
-        """Settings for texts that were given for images or audio, one line each."""
-        kind = self.content.kind
-        problems = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
-        if getattr(self.content, "max_labels", None) is not None:
-            if getattr(self.content, "label", None) is None:
-                problems.append(
-                    "content.max_labels: content.label = null gives no labels; set it, or remove max_labels"
-                )
-            if not self.duplicates.enabled:
-                problems.append(
+    def _unused(self) -> Iterator[tuple[str, str]]:
+        """Settings without effect on this kind of content, with the reason."""
+        kind, corpus = self.content.kind, self.corpus
+        if kind == "documents":
+            return
+        for name, default in (("geometry", Geometry()), ("short_documents", "drop")):
+            if getattr(self, name) != default:
+                yield name, "whose rows have no windows"
+        media, rules = kind in MEDIA_KINDS, FiltersConfig()
+        for name in FiltersConfig.model_fields:
+            if getattr(self.filters, name) != getattr(rules, name) and media:
+                yield f"filters.{name}", "which has no texts"
+            elif name in _DOCUMENT_RULES and getattr(self.filters, name) is not None and keys_of(self.content):
+                yield f"filters.{name}", "whose texts are short: its rules are for long documents"
+        if media and self.tokenizer is not None:
+            yield "tokenizer", "whose rows have no text"
+        if media and self.duplicates.near is not None:
+            yield "duplicates.near", "which has no words to compare (exact works)"
+        if media and isinstance(corpus, FilesCorpus) and not corpus.format.startswith("auto"):
+            yield f"corpus.format = {corpus.format}", "whose files are known by their endings"
+
+    def _missing(self) -> Iterator[str]:
+        """Settings that this kind of content needs and lacks, one line each."""
+        kind, content, corpus, keys = self.content.kind, self.content, self.corpus, keys_of(self.content)
+        if isinstance(content, MediaContent):
+            yield from filter(None, [missing_extra(kind, f"content.kind = {kind}")])
+            if content.max_labels is not None and content.label is None:
+                yield "content.max_labels: content.label = null gives no labels; set it, or remove max_labels"
+            if content.max_labels is not None and not self.duplicates.enabled:
+                yield (
                     "content.max_labels: counts the labels of all rows before the shards are written, as the search "
                     "for duplicates does; set duplicates.exact=true"
                 )
-        if self.tokenizer is not None:
-            problems.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
-        problems += [
-            f"filters.{name}: is for texts; content.kind = {kind} has none; remove it"
-            for name in FiltersConfig.model_fields
-            if getattr(self.filters, name) != getattr(FiltersConfig(), name)
-        ]
-        if self.duplicates.near is not None:
-            problems.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
-        return problems
-
-    def _corpus_problems(self) -> list[str]:
-        """Settings of the corpus and rules of pages that do not fit rows with keys or media, one line each."""
-        kind, corpus, keys = self.content.kind, self.corpus, keys_of(self.content)
-        media, settings = kind in MEDIA_KINDS, ", ".join(keys)
-        problems = [
-            f"filters.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
-            for name in (() if media else _DOCUMENT_RULES)
-            if getattr(self.filters, name) is not None
-        ]
+        elif not keys:
+            return
         if isinstance(corpus, PythonDocs):
-            return [*problems, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
+            yield f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"
+            return
         if corpus.text_field != "text":
-            remedy = f"content.{'image' if kind == 'images' else 'audio'} for Parquet" if media else settings
-            problems.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
-        chosen = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
-        if media and not chosen.startswith("auto"):
-            problems.append(
-                f"corpus.format = {chosen}: has no effect with content.kind = {kind}, whose files are known by their "
-                "endings; remove it"
-            )
-        if not media and chosen not in ("auto", "auto_text_file", *FIELD_FORMATS):
-            problems.append(
-                f"corpus.format = {chosen}: has no columns; content.kind = {kind} is read from "
-                f"{', '.join(FIELD_FORMATS)}"
-            )
-        if not media and len(set(keys.values())) < len(keys):
-            problems.append(
-                f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one"
-            )
-        return problems
+            column = f"content.{'image' if kind == 'images' else 'audio'} for Parquet"
+            yield f"corpus.text_field: has no effect with content.kind = {kind}; set {', '.join(keys) or column}"
+        if keys and isinstance(corpus, FilesCorpus) and corpus.format not in ("auto", "auto_text_file", *FIELD_FORMATS):
+            formats = ", ".join(FIELD_FORMATS)
+            yield f"corpus.format = {corpus.format}: has no columns; content.kind = {kind} is read from {formats}"
+        if len(set(keys.values())) < len(keys):
+            yield f"{', '.join(keys)}: two of them name the same key, {' '.join(keys.values())}; give each another one"
 
 
 def identity(config: PipelineConfig) -> dict[str, Any]:
@@ -214,40 +200,23 @@ def output_place_problems(
         inputs: paths and addresses of the corpus.
         storage_retry_seconds: time to retry a request while a store does not answer.
     """
-    if is_remote(output):
-        return _address_problems(output, inputs, storage_retry_seconds)
-    try:
-        folder = expand(output)
-    except UsageError as error:
-        return [str(error)]
+    if problem := refusal(output) or (None if is_remote(output) else _path_problem(output)):
+        return [problem]
+    here, kind = _place(output), "address" if is_remote(output) else "folder"
     problems = [
-        f"is inside the input {path!r}, so the same command would read the shards as input; name another folder"
+        f"is inside the input {path!r}, so the same command would read the shards as input; name another {kind}"
         for path in inputs
-        if not is_remote(path)
-        and not _path_problem(path)
-        and (root := expand(path)).is_dir()
-        and folder.resolve().is_relative_to(root.resolve())  # a link may lead into an input
+        if is_remote(path) == is_remote(output) and (is_remote(path) or not _path_problem(path))
+        if here.startswith(_place(path))
     ]
-    finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
-    problem = None if finished else folder_problem(folder)
-    return [*problems, problem] if problem else problems
-
-
-def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds: float) -> list[str]:
-    """Reasons why an address cannot take the shards; writes and removes a small object there unless it is complete."""
-    if refused := refusal(output):
-        return [refused]
-    here = _bare(output)
-    problems = [
-        f"is inside the input {path!r}, so the same command would read the shards as input; name another address"
-        for path in inputs
-        if is_remote(path) and f"{here}/".startswith(f"{_bare(path)}/")
-    ]
+    if not is_remote(output):
+        finished = (expand(output) / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
+        return [*problems, *filter(None, [None if finished else folder_problem(expand(output))])]
     if not here.partition("://")[2].partition("/")[2]:
         problems.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
     if problems:
         return problems
-    remote, probe = Folder(output, RetryPolicy(storage_retry_seconds)), f".declutr-{secrets.token_hex(4)}"
+    remote, probe = Folder(output, storage_retry_seconds), f".declutr-{secrets.token_hex(4)}"
     try:
         if not remote.is_whole():  # nothing is written to a complete output, so reading it is enough
             remote.put(probe, b"")
@@ -257,9 +226,10 @@ def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds:
     return []
 
 
-def _bare(address: str) -> str:
-    """An address without options and final slashes."""
-    return address.partition("?")[0].rstrip("/")
+def _place(path: str) -> str:
+    """A folder without links or an address without options, with one slash at its end."""
+    place = path.partition("?")[0] if is_remote(path) else str(expand(path).resolve())  # a link may lead into an input
+    return f"{place.rstrip('/')}/"
 
 
 def _path_problem(path: str) -> str | None:

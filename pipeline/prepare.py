@@ -36,8 +36,7 @@ from declutr.pipeline.job.outcome import (
     too_many_failed,
     unknown_hint,
 )
-from declutr.pipeline.job.output import Preparation, plan_of
-from declutr.pipeline.job.shared import write_shared_files
+from declutr.pipeline.job.output import Preparation, plan_of, write_shared_files
 from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, fit_units, with_file_states
@@ -167,9 +166,7 @@ def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparati
     with ExitStack() as stack:
         if not any(problem.startswith("output ") for problem in places):
             try:
-                where = config.cache, config.storage_retry_seconds
-                opened = open_output(config.output, config.duplicates, config.session, *where)
-                output = stack.enter_context(opened)
+                output = stack.enter_context(open_output(config))
             except OSError as error:
                 places.append(f"output = {config.output!r}: {error}")
         messages = [*unreadable, *places, *filter_problems(config.filters)]
@@ -213,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(annotated_yaml(config))
             return 0
         if arguments.plan:
-            sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines()) + "\n")
+            sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines) + "\n")
             return 0
         manifest = prepare(config, verify_inputs=arguments.verify_inputs)
     except (KeyboardInterrupt, SystemExit) as stopped:  # Ctrl-C, or another signal

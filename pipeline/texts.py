@@ -6,21 +6,11 @@ file are grouped by premise in memory, so a file of pairs is never cut.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.readers.corpus import (
-    MIB,
-    Document,
-    Fields,
-    ReadFailure,
-    Record,
-    Rejected,
-    Value,
-    document_id,
-    failed,
-)
+from declutr.pipeline.readers.corpus import MIB, Document, Fields, ReadFailure, Record, Rejected, document_id, failed
 from declutr.pipeline.shards.content import (
     LABELS,
     NO_LABEL,
@@ -36,11 +26,10 @@ from declutr.pipeline.shards.windows import EMPTY
 # Characters that are split at a time: with some scripts the segmenter's time grows with the square of its input.
 _WINDOW_CHARACTERS = 1 << 14
 MAX_FILE_BYTES = 1024 * MIB  # largest file of pairs, and most characters of the pairs of a file that are held
-REPEATED = "repeated_pair"
-NO_GOLD_LABEL = "no_gold_label"
-UNKNOWN_LABEL = "unknown_label"
 LACKS = "lacks_"
-_UNLABELLED = ("-", str(NO_LABEL))
+_PLACES = {"-": NO_LABEL, str(NO_LABEL): NO_LABEL}  # SNLI's own files have -, the hub's -1
+_PLACES |= {name: place for place, label in enumerate(LABELS) for name in (label, str(place))}
+"""Place in LABELS of each label as it is written; NO_LABEL if annotators did not agree."""
 _SHOWN_CHARACTERS = 80
 
 
@@ -67,6 +56,7 @@ def texts_of(record: Record) -> tuple[str, ...]:
 
 def row_id(texts: tuple[str, ...], labels: tuple[int, ...]) -> bytes:
     """16 bytes that identify a row: a hash of its texts and labels, in order."""
+    # Joined by a sign, others could give these bytes.
     return document_id(json.dumps([texts, labels], ensure_ascii=False).encode())
 
 
@@ -120,24 +110,6 @@ def sentences(text: str, language: str) -> Iterator[str]:
         start += len(window)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    premise: str
-    hypothesis: str
-    label: int
-    offset: int
-
-
-@dataclass(slots=True)
-class _Premise:
-    """A premise with its hypotheses, from the first pair on."""
-
-    text: str
-    offset: int
-    hypotheses: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Hypotheses as written, by normalised text and label."""
-
-
 def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> Iterator[Record]:
     """The failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
 
@@ -150,38 +122,35 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
     """
     # Within a file: over files it would take a shuffle of the corpus.
     for source, group in groupby(records, key=lambda record: record.source):
-        premises: dict[str, _Premise] = {}
+        # Of each premise as it is first written: its text and offset; its hypotheses by normalised text and label.
+        premises: dict[str, tuple[str, int, dict[tuple[str, int], str]]] = {}
         num_characters = 0
         for record in group:
             pair = _pair(record)
-            if not isinstance(pair, _Pair):
+            if not isinstance(pair, tuple):
                 yield pair
                 continue
-            premise = premises.setdefault(normalise(pair.premise), _Premise(pair.premise, pair.offset))
-            key = (normalise(pair.hypothesis), pair.label)
-            if key in premise.hypotheses:
-                yield _rejected((pair.premise, pair.hypothesis), source, pair.offset, REPEATED)
+            premise, hypothesis, label = pair
+            _, _, hypotheses = premises.setdefault(normalise(premise), (premise, record.offset, {}))
+            key = (normalise(hypothesis), label)
+            if key in hypotheses:
+                yield _rejected((premise, hypothesis), source, record.offset, "repeated_pair")
                 continue
-            premise.hypotheses[key] = pair.hypothesis
-            num_characters += len(pair.premise) + len(pair.hypothesis)
+            hypotheses[key] = hypothesis
+            num_characters += len(premise) + len(hypothesis)
             if num_characters > MAX_FILE_BYTES:
                 raise OSError(
                     f"{source}: its pairs have more than {MAX_FILE_BYTES // MIB:,} Mi characters, and the pairs of a "
                     "file are held in memory; split it into files with different premises"
                 )
-        yield from _grouped(source, premises, required_labels)
-
-
-def _grouped(source: str, premises: dict[str, _Premise], required_labels: Sequence[Label]) -> Iterator[Record]:
-    """The row of each premise, or the premise as left out because it lacks a required label."""
-    for premise in premises.values():
-        labels = tuple(label for _, label in premise.hypotheses)
-        texts = (premise.text, *premise.hypotheses.values())
-        lacking = [label for label in required_labels if LABELS.index(label) not in labels]
-        if lacking:
-            yield _rejected(texts, source, premise.offset, LACKS + lacking[0])
-        else:
-            yield make_row(texts, (NO_LABEL, *labels), source, premise.offset)
+        for premise, offset, hypotheses in premises.values():
+            labels = tuple(label for _, label in hypotheses)
+            texts = (premise, *hypotheses.values())
+            lacking = [label for label in required_labels if LABELS.index(label) not in labels]
+            if lacking:
+                yield _rejected(texts, source, offset, LACKS + lacking[0])
+            else:
+                yield make_row(texts, (NO_LABEL, *labels), source, offset)
 
 
 def triple_rows(records: Iterator[Record]) -> Iterator[Record]:
@@ -197,35 +166,25 @@ def triple_rows(records: Iterator[Record]) -> Iterator[Record]:
             yield texts
 
 
-def _pair(record: Record) -> _Pair | Record:
-    """The pair of a record, or the reason why it is none."""
+def _pair(record: Record) -> tuple[str, str, int] | Record:
+    """Premise, hypothesis and label of a record, or the reason why it is no pair."""
     if not isinstance(record, Fields):
         return record
     if not record.values:
         return _rejected(("",), record.source, record.offset, EMPTY)
-    value = record.values[-1]
-    label = _label(value)
+    label = _PLACES.get(str(record.values[-1]).strip().lower())  # a number in Parquet and JSON
     if label is None:
         choices = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
-        message = f"label {_short_repr(value)} is unknown; known are {choices}"
-        return failed(UNKNOWN_LABEL, record.source, record.offset, message)
+        value = repr(record.values[-1])
+        value = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
+        message = f"label {value} is unknown; known are {choices}"
+        return failed("unknown_label", record.source, record.offset, message)
     texts = _texts(record, ("premise", "hypothesis"))
     if not isinstance(texts, tuple):
         return texts
     if label == NO_LABEL:
-        return _rejected(texts, record.source, record.offset, NO_GOLD_LABEL)
-    premise, hypothesis = texts
-    return _Pair(premise, hypothesis, label, record.offset)
-
-
-def _label(value: Value) -> int | None:
-    """Place of a label in LABELS; NO_LABEL if annotators did not agree; None if it is unknown."""
-    written = str(value).strip().lower()
-    if written in _UNLABELLED:
-        return NO_LABEL
-    if written in LABELS:
-        return LABELS.index(written)
-    return next((place for place in range(len(LABELS)) if written == str(place)), None)
+        return _rejected(texts, record.source, record.offset, "no_gold_label")
+    return texts[0], texts[1], label
 
 
 def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
@@ -246,8 +205,3 @@ def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
 
 def _rejected(texts: tuple[str, ...], source: str, offset: int, reason: str) -> Rejected:
     return Rejected("\n".join(map(normalise, texts)), source, offset, reason)
-
-
-def _short_repr(value: Value) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

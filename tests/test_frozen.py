@@ -22,7 +22,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer
-from declutr.trainer.data.packing import MaskingConfig, mask_tokens
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, mask_tokens
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model import dropout
 from declutr.trainer.objectives.config import SpanConfig
@@ -69,7 +69,8 @@ def masks():
     ids = np.arange(4000, dtype=np.int64) % 900 + 10
     key, epoch = (np.arange(4000) // 50).astype(np.uint64), np.full(4000, 2, np.uint64)
     anchor, position = np.arange(4000) // 25 % 2, np.arange(4000) % 25
-    return digest(*mask_tokens(MaskingConfig(), 9, ids, key, epoch, anchor, position, 910, 4, np.arange(5)))
+    vocabulary = Vocabulary(910, None, None, 4, tuple(range(5)))
+    return digest(*mask_tokens(MaskingConfig(), 9, vocabulary, ids, key, epoch, anchor, position))
 
 
 def dropout_keys():

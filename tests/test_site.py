@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from declutr.cli.main import main
-
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -108,13 +106,6 @@ def test_page_is_plain_markdown(path):
     ]
     assert swallowed == [], "a list or table needs an empty line before it"
     assert [line for line in lines if re.match(r" {1,3}[-*] ", line)] == [], "indent a list in a list by 4 spaces"
-
-
-def test_page_of_commands_lists_every_command(capsys):
-    assert main([]) == 0
-    commands = re.findall(r"^  declutr ([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
-    listed = re.findall(r"`declutr ([a-z-]+)[^`]*`(?=.*\|)", (DOCS / "reference/commands.md").read_text())
-    assert set(commands) <= set(listed)
 
 
 def test_picture_of_the_readme_shows_the_file_of_results():

@@ -20,7 +20,8 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.metrics.sts import StsValidator, read_judged, together
+from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
+from declutr.trainer.metrics.sts import StsValidator
 from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
@@ -85,10 +86,20 @@ def build_parts(
     device = next(encoder.parameters()).device
     microbatch = microbatch or Microbatch.of(config.microbatch_tokens, device)
     tasks = tuple(
-        build_task(task, plan.manifests[name], encoder, comm, microbatch, autocast_type(config.precision, device))
+        TrainTask(
+            encoder=encoder,
+            objective=build_objective(task, encoder, plan.manifests[name].short_documents),
+            comm=comm,
+            seed=task.seed,
+            microbatch=microbatch,
+            autocast=autocast_type(config.precision, device),
+            name=name,
+            frontend=build_frontend(task, encoder, plan.manifests[name].content),
+            weight=task.weight,
+        )
         for name, task in plan.tasks.items()
     )
-    collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
+    collators = {task.name: task.objective.collator(vocabulary, max_content(encoder, vocabulary)) for task in tasks}
     return Parts(tokenizer, encoder, tasks, collators)
 
 
@@ -156,33 +167,6 @@ def build_objective(task: TaskSettings, encoder: Encoder, short_documents: Short
     return objective.to(parameter.device, parameter.dtype).train()
 
 
-def build_task(
-    task: TaskSettings,
-    manifest: Manifest,
-    encoder: Encoder,
-    comm: Communicator,
-    microbatch: Microbatch,
-    autocast: torch.dtype | None,
-) -> TrainTask:
-    """The parts of a task on the shards of a manifest.
-
-    Raises:
-        UsageError: its objective cannot be built.
-        EncoderError: the ViT that it names does not fit.
-    """
-    return TrainTask(
-        encoder=encoder,
-        objective=build_objective(task, encoder, manifest.short_documents),
-        comm=comm,
-        seed=task.seed,
-        microbatch=microbatch,
-        autocast=autocast,
-        name=task.name,
-        frontend=build_frontend(task, encoder, manifest.content),
-        weight=task.weight,
-    )
-
-
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     """Type of the forward's matrix products for the setting `precision`; None for the parameters' type."""
     if precision == "auto":
@@ -248,7 +232,7 @@ def _with_reducer(plan: RunPlan, optimizer: torch.optim.Optimizer, tasks: Sequen
     frontends = [p for task in tasks if task.frontend for p in task.frontend.parameters()]
     parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
     *first, last = tasks
-    return [*first, replace(last, overlap=BucketedReducer(comm, parameters, compressed))]
+    return [*first, replace(last, overlap=BucketedReducer(parameters, compressed))]
 
 
 def freeze_unused(encoder: Encoder, tasks: Sequence[TrainTask]) -> None:
@@ -271,11 +255,6 @@ def used_parameters(encoder: Encoder, tasks: Sequence[TrainTask]) -> set[int]:
         if task.objective.config.mlm:
             used |= {id(p) for p in encoder.model.parameters()}
     return used - {id(p) for p in frozen_parameters(encoder.model, encoder.config.num_trainable_layers)}
-
-
-def build_collator(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabulary) -> Collator:
-    """The collator of an objective, with spans that fit the encoder."""
-    return objective.collator(vocabulary, max_content(encoder, vocabulary))
 
 
 def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
@@ -345,15 +324,23 @@ def parameter_counts(plan: RunPlan) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _TaskValidator:
-    """The scores of an auxiliary task, behind its name."""
+class _Validators:
+    """Several validators as one.
 
-    label: str
-    validator: Validator
+    Attributes:
+        parts: each with the label of its scores, which are numbers if it is not empty.
+    """
+
+    parts: Sequence[tuple[str, Validator]]
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        scores = self.validator.scores(encoder)
-        return None if scores is None else {f"{self.label}{name}": float(value) for name, value in scores.items()}
+        all_scores: dict[str, float] = {}
+        for label, validator in self.parts:
+            scores = validator.scores(encoder)
+            if scores is None:
+                return None
+            all_scores |= {label + name: float(value) if label else value for name, value in scores.items()}
+        return all_scores
 
 
 def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Validator | None:
@@ -372,15 +359,21 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
     vocabulary = vocabulary_of(parts.tokenizer)
     room = max_content(task.encoder, vocabulary)
     settings = vocabulary, room, validation.max_documents, task.comm, device
-    validators = []
+    validators: list[tuple[str, Validator | None]] = []
     if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
-        validators.append(task.objective.validator(HeldOutSplit(held_out, *settings)))
+        validators.append(("", task.objective.validator(HeldOutSplit(held_out, *settings))))
     for score, folder in validation.pairs.items():
-        pairs = read_judged(score, expand(folder), parts.tokenizer, room + vocabulary.num_specials)
-        validators.append(StsValidator(pairs, task.objective.exported(), task.comm, device, task.objective.sizes))
+        gold, first, second = zip(*read_pairs(expand(folder), FILES[score]), strict=True)
+        longest = room + vocabulary.num_specials  # longer texts are cut at the end
+        tokens = parts.tokenizer([*first, *second], truncation=True, max_length=longest, return_attention_mask=False)
+        judged = StsValidator(
+            tokens["input_ids"], list(gold), task.objective.exported(), task.comm, device, task.objective.sizes, score
+        )
+        validators.append(("", judged))
     for other in auxiliary:
         rows = plan.training_shards[other.name].held_out()
         split = HeldOutSplit(rows, *settings, other.frontend)
-        if other.frontend is not None and rows.num_documents > 1 and (own := other.objective.validator(split)):
-            validators.append(_TaskValidator(other.label, own))
-    return together([validator for validator in validators if validator is not None])
+        if other.frontend is not None and rows.num_documents > 1:
+            validators.append((other.label, other.objective.validator(split)))
+    scored = [(label, validator) for label, validator in validators if validator is not None]
+    return _Validators(scored) if scored else None

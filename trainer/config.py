@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
@@ -213,8 +213,22 @@ class TrainConfig(Strict):
             )
         main = self.main
         if main.canonical_documents is not None:
-            auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
-            problems += self.scaling.determinism_problems(main.num_canonical, main.canonical_documents, auto, compiled)
+            if self.microbatch_tokens == "auto":
+                problems.append(
+                    "scaling.elastic_determinism = True needs a fixed microbatch_tokens, not auto, because its "
+                    "microbatches must not depend on memory; set a number of tokens, or null"
+                )
+            if self.scaling.most_workers > main.num_canonical:
+                problems.append(
+                    f"scaling.num_workers = {self.scaling.most_workers}: the {main.num_canonical} canonical "
+                    f"microbatches of {main.canonical_documents} document(s) are fewer; lower num_workers or "
+                    "scaling.deterministic_chunk_documents"
+                )
+            if self.encoder.compile:
+                problems.append(
+                    "scaling.elastic_determinism = True needs encoder.compile = false: compiled kernels depend on the "
+                    "lengths seen before; set one of them to false"
+                )
         if self.validation.pairs and not self.validation.every_steps:
             key = "stsb" if self.validation.stsb else "sickr"
             problems.append(
@@ -232,41 +246,34 @@ class TrainConfig(Strict):
     @property
     def main(self) -> TaskSettings:
         """The main task."""
-        return TaskSettings(
-            name="",
-            data=self.data,
-            part=None if self.data_fraction == 1 else (self.data_fraction, self.seed),
-            objective=self.objective,
-            spans=self.spans,
-            optim=self.optim,
-            batch_documents=self.batch_documents,
-            canonical_documents=self._canonical(self.batch_documents),
-            seed=self.seed,
+        return self._task(
+            "", self, self.seed, part=None if self.data_fraction == 1 else (self.data_fraction, self.seed)
         )
 
     def tasks(self) -> dict[str, TaskSettings]:
         """The main task, named "", and the additional ones in the order of their names."""
-        return {"": self.main} | {
-            name: TaskSettings(
-                name=name,
-                data=task.data,
-                part=None,
-                objective=task.objective,
-                spans=task.spans,
-                optim=task.optim or self.optim,
-                batch_documents=task.batch_documents,
-                canonical_documents=self._canonical(task.batch_documents),
-                seed=seeding.torch_seed(self.seed, "branch", name),  # an old name, which decides every draw of the task
-                weight=task.weight,
-                frontend=task.frontend,
-            )
-            for name, task in sorted(self.auxiliary_tasks.items())  # their order in a file has no effect
-        }
+        tasks = {"": self.main}
+        for name, task in sorted(self.auxiliary_tasks.items()):  # their order in a file has no effect
+            seed = seeding.torch_seed(self.seed, "branch", name)  # an old name, which decides every draw of the task
+            tasks[name] = self._task(name, task, seed, part=None, weight=task.weight, frontend=task.frontend)
+        return tasks
 
-    def _canonical(self, batch_documents: int) -> int | None:
-        if not self.scaling.elastic_determinism:
-            return None
-        return self.scaling.deterministic_chunk_documents or -(-batch_documents // _UNITS)
+    def _task(self, name: str, section: "TrainConfig | AuxiliaryTaskConfig", seed: int, **more: Any) -> TaskSettings:
+        """The task of a section of the settings; `more` has the fields that sections do not share."""
+        canonical = None
+        if self.scaling.elastic_determinism:
+            canonical = self.scaling.deterministic_chunk_documents or -(-section.batch_documents // _UNITS)
+        return TaskSettings(
+            name=name,
+            data=section.data,
+            objective=section.objective,
+            spans=section.spans,
+            optim=section.optim or self.optim,
+            batch_documents=section.batch_documents,
+            canonical_documents=canonical,
+            seed=seed,
+            **more,
+        )
 
     def _best_problems(self) -> list[str]:
         """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""

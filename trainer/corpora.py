@@ -24,7 +24,7 @@ def _checked(data: str | list[Corpus]) -> str | list[Corpus]:
     if isinstance(data, str):
         return data
     if len(data) == 1:
-        return data[0].path
+        return data[0].path  # as if it stood alone, so that both forms have one hash
     weights = [corpus.weight for corpus in data]
     if (period := sum(whole_shares(weights))) > MOST_TURNS:
         rounded = [max(1, round(1000 * weight / max(weights))) for weight in weights]
@@ -90,8 +90,9 @@ def _traits(manifest: Manifest) -> dict[str, object]:
     kind = manifest.content.kind
     traits: dict[str, object] = {"content.kind": kind}
     if manifest.tokenizer is not None:
+        # For people; the whole one is compared with the run's.
         traits["tokenizer"] = manifest.tokenizer.fingerprint[:12]
-    if kind == "documents":
+    if kind == "documents":  # windows follow from it; rows of short texts have none
         geometry = {f"geometry.{key}": value for key, value in manifest.geometry.model_dump().items()}
         traits |= {**geometry, "short_documents": manifest.short_documents}
     if kind == "audio":

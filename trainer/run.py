@@ -18,7 +18,7 @@ from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
@@ -88,7 +88,7 @@ class RunPlan:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each task's shards."""
-        return data_hashes(self.manifests)
+        return {name: data_hash(manifest) for name, manifest in self.manifests.items()}
 
     @property
     def identity(self) -> dict[str, str]:
@@ -245,7 +245,10 @@ def _spans(task: TaskSettings, run: Path, manifest: Manifest | None) -> SpanConf
     if not missing:
         return task.spans
     began = manifest is None or bool(steps_in(run / CHECKPOINTS))  # else nothing is computed yet
-    values = (_started_with(run, task.name) if began else {}) or _of_shards(task, manifest)
+    values = _started_with(run, task.name) if began else {}
+    if not values and manifest is not None:  # rows of short texts have no spans: the defaults stay
+        geometry = manifest.geometry if manifest.content.kind == "documents" else task.spans
+        values = {key: getattr(geometry, key) for key in _GEOMETRY}
     update = {key: values[key] for key in missing if key in values}
     if "min_tokens" in update:
         longest = update.get("max_tokens", task.spans.max_tokens)
@@ -268,11 +271,3 @@ def _started_with(run: Path, task: str) -> dict[str, Any]:
         return {key: int(spans[key]) for key in _GEOMETRY}
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
         return {}
-
-
-def _of_shards(task: TaskSettings, manifest: Manifest | None) -> dict[str, Any]:
-    if manifest is None:
-        return {}
-    # Rows of short texts have no spans: the defaults stay.
-    geometry = manifest.geometry if manifest.content.kind == "documents" else task.spans
-    return {key: getattr(geometry, key) for key in _GEOMETRY}

@@ -104,33 +104,3 @@ class ScalingConfig(Strict):
                 "order that depends on the number of workers; set one of them to false"
             )
         return self
-
-    def determinism_problems(
-        self, num_canonical: int, canonical_documents: int, automatic: bool, compiled: bool
-    ) -> list[str]:
-        """Settings that `elastic_determinism` excludes, one line each.
-
-        Args:
-            num_canonical: canonical microbatches of a batch.
-            canonical_documents: documents of one.
-            automatic: true if the size of a microbatch depends on memory.
-            compiled: true if the encoder must be compiled.
-        """
-        problems = []
-        if automatic:
-            problems.append(
-                "scaling.elastic_determinism = True needs a fixed microbatch_tokens, not auto, because its "
-                "microbatches must not depend on memory; set a number of tokens, or null"
-            )
-        if self.most_workers > num_canonical:
-            problems.append(
-                f"scaling.num_workers = {self.most_workers}: the {num_canonical} canonical microbatches of "
-                f"{canonical_documents} document(s) are fewer; lower num_workers or "
-                "scaling.deterministic_chunk_documents"
-            )
-        if compiled:
-            problems.append(
-                "scaling.elastic_determinism = True needs encoder.compile = false: compiled kernels depend on the "
-                "lengths seen before; set one of them to false"
-            )
-        return problems

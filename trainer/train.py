@@ -1,16 +1,19 @@
 """Entry: `declutr train CONFIG [key=value ...]`, or this file as a script (`ray submit cluster.yaml trainer/train.py`).
 
-It starts Ray in a thread while it loads and checks everything else. The same command continues a run.
+It starts Ray in a thread while it loads and checks everything else, and leads a run from its folder to its export. The
+same command continues a run.
 """
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from declutr.common.relay import command_pid, end_at_signals, relay
 
@@ -24,56 +27,78 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 # Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-from declutr.common.config import Settings, load_config
+from declutr.common.config import Settings, config_yaml, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import answered, config_parser
-from declutr.common.errors import ConfigError, redact
-from declutr.common.lock import refuse_held
+from declutr.common.errors import CheckpointError, ConfigError, TrainingFailedError, redact
+from declutr.common.lock import RunLock, StoreLock, refuse_held
 from declutr.common.paths import expand
+from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
+from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.ranking import early_end, history
+from declutr.trainer.checkpoints.state import EXPORT, read_settings
+from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.checks import refuse, resolve
-from declutr.trainer.driver.continuation import SUMMARY
-from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.run import RunPlan, unknown
-from declutr.trainer.scaling import ScalingConfig
+from declutr.trainer.driver.checks import (
+    corpora_remarks,
+    load_problems,
+    place_problems,
+    refuse,
+    resolve,
+    validation_remarks,
+)
+from declutr.trainer.driver.continuation import (
+    DEVICE,
+    FAILURES,
+    SECONDS,
+    SUMMARY,
+    add_seconds,
+    ended_early,
+    first_and_last_scores,
+    neighbours_of,
+    other_checkpoints,
+    ray_problems,
+    read_seconds,
+)
+from declutr.trainer.metrics.loggers import ProgressBar
+from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder, unknown
+
+if TYPE_CHECKING:  # loads Ray, which no refused run waits for
+    from declutr.trainer.driver.supervisor import Signals
+
+_FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
-class _EarlyRay:
-    """Starts Ray in a thread during loading and checks, unless the run is finished."""
+def _start_ray_aside(config: TrainConfig) -> threading.Event | None:
+    """Starts Ray during loading and checks; the event comes when Ray has started or failed to.
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._thread: threading.Thread | None = None
-        self._tried = threading.Event()
-        session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # a session started by the caller
-        if not session and (is_remote(config.run) or not (expand(config.run) / SUMMARY).is_file()):
-            arguments = (config.scaling,)
-            self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
-            get_logger().info("starting Ray while loading torch and transformers")
-            self._thread.start()
+    None if the run is finished, or the caller has a session.
+    """
+    session = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if session or (not is_remote(config.run) and (expand(config.run) / SUMMARY).is_file()):
+        return None
 
-    def _start(self, scaling: ScalingConfig) -> None:
+    # Not the thread's `join`: one that a signal interrupts marks the thread as ended, and Ray would be shut down while
+    # it starts.
+    tried = threading.Event()
+
+    def start() -> None:
         from declutr.common.session import start_ray
 
         try:
             with contextlib.suppress(Exception):  # the supervisor retries and reports the error
-                start_ray(scaling.num_cpus, scaling.address)
+                start_ray(config.scaling.num_cpus, config.scaling.address)
         finally:
-            self._tried.set()
+            tried.set()
 
-    def wait(self) -> None:
-        """Waits until Ray has started or failed to start."""
-        if self._thread:
-            self._tried.wait()
-
-    def end(self) -> None:
-        """Stops Ray, also after a refused run."""
-        if self._thread:
-            self._tried.wait()
-            import ray
-
-            ray.shutdown()
+    get_logger().info("starting Ray while loading torch and transformers")
+    threading.Thread(target=start, name="declutr-ray", daemon=True).start()
+    return tried
 
 
 def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -84,8 +109,7 @@ def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dic
         overrides: settings to change, as `key.sub=value`.
 
     Returns:
-        The run's summary, as in its `summary.json` (`declutr.trainer.driver.run.run_training`): `export` is the folder
-        of the encoder.
+        The run's summary, as in its `summary.json` (`run_training`): `export` is the folder of the encoder.
 
     Raises:
         ConfigError: with every problem found before Ray starts.
@@ -95,25 +119,162 @@ def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dic
         RunLockedError: another command works on the run folder.
     """
     config = load_config(settings, "train", TrainConfig, overrides, place_problems)
-    return _train(config, _checked(config))
+    return run_training(config, plan=_checked(config))
 
 
-def _train(
+def run_training(
     config: TrainConfig,
-    plan: RunPlan | None,
     started: float | None = None,
-    wait_for_ray: Callable[[], None] | None = None,
+    wait_for_ray: Callable[[], object] | None = None,
+    plan: RunPlan | None = None,
 ) -> dict[str, Any]:
-    """Trains; the arguments are those of `run_training`."""
-    from declutr.common.errors import TrainingFailedError
-    from declutr.trainer.driver.run import run_training
+    """Trains to the last step, continuing from the run folder's newest checkpoint, and exports the encoder.
 
+    Args:
+        config: of the run.
+        started: start time of the command (Unix time), for the log of its start; None: called from Python.
+        wait_for_ray: waits until a Ray that is starting in a thread is ready.
+        plan: `resolve(config)`, if the caller has it.
+
+    Returns:
+        The run's summary, as written to `summary.json`: final and initial scores, the last step and the reason it was
+        the last (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its
+        weights.
+
+    Raises:
+        ConfigError: with every problem found before Ray starts.
+        TrainingFailedError: the run cannot continue; the message has the workers' reason, or that of a storage.
+        RunStoppedError: the process received a signal or lost the run; the steps so far are saved.
+        RunLockedError: another command works on the run folder.
+    """
+    from declutr.trainer.driver.supervisor import Signals
+
+    began = started or time.time()
+    signals = Signals()
     try:
-        return run_training(config, started, wait_for_ray, plan)
+        with contextlib.ExitStack() as stack:
+            if is_remote(config.run):  # the checks need the run's files on this host
+                _lock_and_fetch(config, signals, stack)
+            plan = plan or resolve(config)
+            before, after = config.spans.model_dump(), plan.config.spans.model_dump()
+            if changed := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
+                get_logger().info("%s: taken from the shards or the started run", ", ".join(changed))
+            refuse([*load_problems(plan), *ray_problems(config.scaling, plan.folder, wait_for_ray is not None)])
+            if wait_for_ray:
+                import ray.train.torch  # noqa: F401 - loads torch while Ray starts
+
+                wait_for_ray()
+            stack.enter_context(signals)
+            if not is_remote(config.run):
+                _lock_and_fetch(config, signals, stack)
+                refuse(other_checkpoints(plan))  # of a command that has ended since the checks
+            return _train_and_export(plan, signals, began)
     except OSError as error:  # a full disk or a lost storage; a continuation is promised if there may be checkpoints
-        continues = is_remote(config.run) or (expand(config.run) / "checkpoints").is_dir()
+        continues = is_remote(config.run) or (expand(config.run) / CHECKPOINTS).is_dir()
         remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
         raise TrainingFailedError(f"{error}; {remedy}") from error
+
+
+def _lock_and_fetch(config: TrainConfig, signals: "Signals", stack: contextlib.ExitStack) -> None:
+    """Locks the run for this command and, for a run in a store, fetches its checkpoint and files."""
+
+    def lost() -> None:
+        signals.request_stop("the loss of the run's lock to another command, or of its folder")
+
+    run = run_folder(config.run, config.cache)
+    run.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(RunLock(run, lost))
+    if store := store_of(config.run, run):
+        stack.enter_context(StoreLock(Folder(config.run), lost))
+        store.fetch(_FILES)
+
+
+def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[str, Any]:
+    config, run = plan.config, plan.folder
+    store = store_of(config.run, run)
+    steps, ended = plan.total_steps, (run / SUMMARY).is_file()
+    newest = max(checkpoint.steps_in(run / CHECKPOINTS), default=0)
+    # Of a run that continues, the first worker verifies the checkpoint; here its bytes would only be read twice.
+    latest = checkpoint.find_latest(run / CHECKPOINTS, verify=ended or newest >= steps)
+    done = 0 if latest is None else latest[1].step
+    if done == 0 and ended:  # the steps of a finished run are not taken again
+        raise CheckpointError(
+            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
+            "and replace its results; name another folder, or delete this one"
+        )
+    write_text(run / "config.yaml", config_yaml(config))
+    write_json(run / RESUME_SETTINGS, config.resume_settings())
+    # readers of the run open no address that it names
+    if is_remote(config.places[0]):
+        with atomic_folder(run / TOKENIZER, replace=True) as aside:
+            shutil.copytree(plan.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
+    if latest is not None and done > steps:
+        raise CheckpointError(f"{latest[0]}: step {done} is beyond the run's last step {steps}; delete this checkpoint")
+    early = ended_early(run, config.validation.patience, done) if done < steps else None
+    if early:
+        get_logger().info(
+            "%s: already stopped early: %s; increase validation.patience to continue", config.run, early["why"]
+        )
+    elif latest is not None:
+        whole = "" if ended else ", if its checkpoint is whole"  # the first worker verifies it
+        message = f"continuing after step {done} of {steps}{whole}" if done < steps else "finished already"
+        get_logger().info("%s: %s", config.run, message)
+    if done < steps and early is None:
+        (run / SUMMARY).unlink(missing_ok=True)  # describes an earlier end
+        if store is not None:
+            store.send(*_FILES)
+            if (run / TOKENIZER).is_dir():
+                store.send_folder(TOKENIZER)
+        for sentence in (*validation_remarks(plan), *corpora_remarks(plan, steps)):
+            get_logger().warning("%s", sentence)
+        from declutr.trainer.driver.supervisor import Supervisor
+
+        training_since = time.monotonic()
+        workers = Supervisor(plan, signals, began, store)
+        try:
+            rows = "docs" if plan.manifest.noun == "documents" else "rows"
+            terms = [
+                f"{name}_{term}" if name else term
+                for name, task in plan.tasks.items()
+                for term in task.objective.metrics
+            ]
+            with ProgressBar(lambda: workers.line, steps, terms, rows, done):
+                done = workers.run_to_end()
+        finally:
+            add_seconds(run, time.monotonic() - training_since)
+            if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
+                hurried = Folder(config.run, config.scaling.shutdown_grace_seconds)
+                try:
+                    (store if signals.received is None else RunStore(hurried, run)).send(*_FILES)
+                except OSError as error:  # must not hide the reason why the run ended
+                    get_logger().warning("%s", error)
+        if store is not None:
+            store.fetch()
+        if done < steps:
+            score, patience = config.validation.score, config.validation.patience
+            early = {"why": early_end(history(run, score, done), score, patience) or "", "patience": patience}
+            get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
+    if store is not None and config.export == "best":
+        store.fetch_best(config.validation.score)
+    from declutr.trainer.driver.export import export  # loads torch and transformers, which no start waits for
+
+    folder = export(plan, done)
+    exported = read_settings(folder)
+    summary = {
+        "run": config.run,
+        "steps": done,
+        "ended": "early" if early else "last step",
+        **(early or {}),
+        "seconds": read_seconds(run),
+        "export": str(folder) if store is None else store.send_folder(EXPORT),
+        "exported_step": exported.step,
+        "verdict": exported.verdict,
+        **first_and_last_scores(run),
+    }
+    write_json(run / SUMMARY, summary)
+    if store is not None:
+        store.send(*_FILES)
+    return summary
 
 
 def _checked(config: TrainConfig) -> RunPlan | None:
@@ -132,13 +293,8 @@ def _checked(config: TrainConfig) -> RunPlan | None:
 
 
 def _began() -> float:
-    """Start time of the command as Unix time; the current time without /proc."""
-    try:
-        ticks = int(Path(f"/proc/{command_pid()}/stat").read_text().rpartition(")")[2].split()[19])
-        running_seconds = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-    except FileNotFoundError:
-        return time.time()
-    return time.time() - running_seconds
+    """Start time of the command as Unix time."""
+    return float(psutil.Process(command_pid()).create_time())
 
 
 def _data_places(config: TrainConfig) -> list[str]:
@@ -194,14 +350,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.plan:
         sys.stdout.write(_estimate(plan or resolve(config)))
         return 0
-    early = None if config.scaling.local else _EarlyRay(config)
-    from declutr.trainer.driver.continuation import neighbours_of
-
+    early = None if config.scaling.local else _start_ray_aside(config)
+    wait_for_ray: Callable[[], object] = early.wait if early else lambda: None
     try:
-        summary = _train(config, plan, _began(), early.wait if early else None)
+        summary = run_training(config, _began(), None if config.scaling.local else wait_for_ray, plan)
     finally:
-        if early:
-            early.end()
+        if early:  # also after a refused run
+            early.wait()
+            import ray
+
+            ray.shutdown()
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
     sys.stdout.write("".join(f"; {sentence}" for sentence in (summary["verdict"]["sentence"], *neighbours_of(summary))))

@@ -18,7 +18,7 @@ from benchmarks.chaos.run import ATTACHED, ROOT, Census, Run, family
 from declutr.common import seeding
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
-_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNS = 0x00020000  # of linux/sched.h
 _RUN_MIB = 256  # enough for the metrics of a run
 _CHECKPOINTS_MIB = 16
 # A dead node is noticed after two seconds instead of half a minute; users would set this on every node.
@@ -93,7 +93,7 @@ def small_disks(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        run.end()
+        run.end()  # a process of it would keep its disk in use
         for path, _ in reversed(disks):
             subprocess.run(["umount", "--lazy", str(path)], check=True)
 
@@ -105,16 +105,22 @@ class Nodes:
         address: address of the cluster.
     """
 
-    def __init__(self, census: Census) -> None:
+    def __init__(self, census: Census, number: int) -> None:
         from ray.cluster_utils import Cluster
 
         self.census = census
         self._cluster = Cluster(
             initialize_head=True,
+            # Ray's least store is 75 MiB
             head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20},
         )
         self.address = str(self._cluster.address)
         self.nodes: list[Any] = []
+        try:
+            self.add(number)
+        except BaseException:  # nobody else knows of the cluster yet
+            self.close()
+            raise
 
     def add(self, number: int = 1) -> None:
         """Start nodes in parallel; return when all have joined."""
@@ -131,7 +137,7 @@ class Nodes:
 
     def remove(self, node: Any) -> None:
         """Kill all processes of a node at once, as if its machine failed."""
-        below = _processes(node)
+        below = _processes(node)  # before its end, which gives them another parent
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
         self.census.end(below)
@@ -168,6 +174,7 @@ def write_corpus(path: Path, steps: int, seed: int) -> None:
     letters = np.array(list("abcdefghijklmnop"))
     words = ["".join(rng.choice(letters, rng.integers(2, 7))) for _ in range(300)]
     with path.open("w", encoding="utf-8") as stream:
+        # 2: the draws may hold out more than the share
         for number in range(round(steps * _BATCH / (1 - 2 * _HELD_OUT))):
             topic = rng.choice(words, 40)
             stream.write(json.dumps({"text": f"{' '.join(rng.choice(topic, rng.integers(120, 181)))} {number}"}) + "\n")

@@ -1,16 +1,14 @@
 """A run as its user sees it (the command in a process, its output, its folder), and a census of our processes."""
 
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import yaml
 
 from declutr.common.watcher import Watcher
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.metrics.metrics import METRICS, read_last_step
+from declutr.trainer.metrics.metrics import METRICS, read_last_step, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACHED = Path(__file__).with_name("attached")
@@ -42,6 +40,7 @@ def family(pids: Iterable[int]) -> set[psutil.Process]:
         pid = todo.pop()
         members.add(pid)
         todo += [child for child in children[pid] if child not in members]
+    # a known one may have ended meanwhile
     return {everyone[pid] for pid in members & everyone.keys() if everyone[pid].info["status"] not in _ENDED}
 
 
@@ -53,15 +52,11 @@ class Census(Watcher):
         self._processes: set[psutil.Process] = set()
         self._lock = threading.Lock()
 
-    @contextmanager
-    def nothing_outlives(self) -> Iterator[None]:
-        """Kill all our processes that are still alive after the block, also after an error in it."""
-        try:
-            yield
-        finally:
-            while left := self.alive():  # some are started while others end
-                self.end(left)
-                time.sleep(0.2)
+    def __exit__(self, *reason: object) -> None:
+        while left := self.alive():  # nothing outlives the block; some processes are started while others end
+            self.end(left)
+            time.sleep(0.2)
+        super().__exit__(*reason)
 
     def look(self) -> None:
         """Notes the processes of now."""
@@ -70,7 +65,9 @@ class Census(Watcher):
     def alive(self) -> list[psutil.Process]:
         """Our living processes, without zombies."""
         with self._lock:
+            # the kernel may have given its pid to another program
             pids = [process.pid for process in self._processes if process.is_running()]
+            # known ones too: an orphan is no descendant any more
             self._processes = family([os.getpid(), *pids]) - {psutil.Process()}
             return sorted(self._processes, key=lambda process: process.pid)
 
@@ -203,15 +200,9 @@ class Run:
 
     def lines(self) -> dict[int, dict[str, Any]]:
         """Metrics lines of all steps, by step."""
-        try:
-            # The last line may be half written.
-            raw = (self.folder / METRICS).read_text(encoding="utf-8").split("\n")[:-1]
-        except FileNotFoundError:
-            return {}
-        lines = [json.loads(line) for line in raw if line]
-        steps = [line for line in lines if line["kind"] == "step"]
+        steps = [line for line in read_metrics(self.folder) if line["kind"] == "step"]
         by_step = {line["step"]: line for line in steps}
-        if len(by_step) != len(steps):
+        if len(by_step) != len(steps):  # a resume must leave none out or twice
             raise ChaosError(f"{self.folder / METRICS}: contains a step twice")
         return by_step
 
@@ -220,17 +211,22 @@ class Run:
         line = read_last_step(self.folder / METRICS)
         return 0 if line is None else int(line["step"])
 
+    @property
+    def inode(self) -> int | None:
+        """Inode of the metrics, which a restart of the workers writes anew; None before the first step."""
+        path = self.folder / METRICS
+        return path.stat().st_ino if path.is_file() else None
+
     def snapshot(self) -> Snapshot:
         """Record this moment."""
-        path = self.folder / METRICS
-        inode = path.stat().st_ino if path.is_file() else None
-        return Snapshot(time.time(), self.output.stat().st_size, inode, self.lines())
+        characters, inode, lines = self.output.stat().st_size, self.inode, self.lines()
+        return Snapshot(time.time(), characters, inode, lines)  # the moment last: a fault strikes after these lines
 
     def messages(self, snapshot: Snapshot | None = None) -> str:
         """Output of the command since a moment or its first start, without the progress bar."""
         with self.output.open("rb") as stream:
             stream.seek(snapshot.characters if snapshot else 0)
-            text = stream.read().decode(errors="replace")
+            text = stream.read().decode(errors="replace")  # it may start or end within a character
         lines = [_BAR.sub("", part).strip() for line in text.split("\n") for part in line.split("\r")]
         return "\n".join(line for line in lines if line)
 
@@ -240,28 +236,20 @@ class Run:
         """Poll until `check` returns something true; `ended`: the command may end meanwhile."""
         deadline = time.monotonic() + seconds * self.patience
         while True:
-            result = check()
-            if result:
+            # Asked first, so that the check sees all that the command did before its end.
+            status = None if ended or self.driver is None else self.driver.poll()
+            if result := check():
                 return result
-            if not ended and self.driver is not None and self.over:
-                result = check()
-                if result:
-                    return result
-                raise ChaosError(f"waiting for {what}: the command ended with status {self.driver.returncode}")
+            if status is not None:
+                raise ChaosError(f"waiting for {what}: the command ended with status {status}")
             if time.monotonic() > deadline:
                 raise ChaosError(f"waited {seconds:.0f} s for {what}")
             time.sleep(every_seconds)
 
     def wait_step(self, step: int, since: Snapshot | None = None) -> None:
         """Wait until a step is done; with `since`, by workers that started after that moment."""
-
-        def reached() -> bool:
-            path = self.folder / METRICS
-            if not path.is_file() or (since is not None and path.stat().st_ino == since.inode):
-                return False
-            return self.last_step() >= step
-
-        self.wait_for(f"step {step}", reached)
+        before = None if since is None else since.inode
+        self.wait_for(f"step {step}", lambda: self.inode not in (None, before) and self.last_step() >= step)
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint, complete or not; 0 before the first."""
@@ -293,11 +281,6 @@ class Run:
                 return rank
             self._ranks[worker.pid] = rank
         return self._ranks[worker.pid]
-
-    def kill(self, process: psutil.Process, number: int = signal.SIGKILL) -> float:
-        """Send a signal to one of our processes; return the time."""
-        os.kill(process.pid, number)
-        return time.time()
 
     def execute(self, process: psutil.Process, code: str) -> None:
         """Make a worker run a piece of Python, like a debugger (attached/sitecustomize.py)."""

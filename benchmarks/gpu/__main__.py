@@ -8,9 +8,9 @@
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
-5. `repeat`, `step`, `batch`, `embed`: the benchmarks of these names, each with a file of figures next to
-   OUT; `repeat` tells whether equal steps have equal bits, with `scaling.deterministic` and without. The others are
-   measured without it, the parts above with it.
+5. `repeat`: whether equal steps have equal bits, with `scaling.deterministic` and without, and the cost (repeat.py).
+6. `step`, `batch`, `embed`: the benchmarks of these names, each with a file of figures next to OUT, measured without
+   `scaling.deterministic`, the parts above with it.
 
 The command ends with 1 if a check fails; the figures are written in any case.
 """
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import record
+from benchmarks.gpu.repeat import repeated
 from benchmarks.workload import Workload, add_options, seconds_of_steps
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model.attention import Kernels
@@ -41,9 +42,8 @@ _TOLERANCES = {"embeddings": 0.04, "gradients": 0.08}
 _LARGER = 3
 """Factor of new weights, beside whose residual stream attention would hardly show."""
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
-_CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
+_CHECKS = ("kernel", "dropout", "compiled", "syncs", "time", "repeat")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an option of this command
-    "repeat": ("gpu.repeat", "--model={model}", "--documents={documents}"),
     "step": ("step", "--device=cuda", "--model={model}", "--documents={documents}", "--compile"),
     "batch": ("batch", "--device=cuda"),
     "embed": ("embed",),
@@ -117,7 +117,7 @@ def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
     with torch.profiler.profile() as profile:
         for batch in batches[-_PROFILED:]:
             train_step.begin({"": batch}, 1)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # else the profile lacks kernels that still run
     folder.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(folder / "trace.json"))
     table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30)
@@ -199,6 +199,7 @@ def _parts(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], 
         "compiled": lambda: compiled_against_eager(dropping, options.documents),
         "syncs": lambda: without_syncs(dropping, options.documents),
         "time": lambda: timed(dropping, options.documents, folder),
+        "repeat": lambda: repeated(options),
         **{name: lambda name=name: _benchmark(name, options, folder) for name in _BENCHMARKS},  # type: ignore[misc]
     }
 

@@ -1,6 +1,6 @@
 """Tells whether equal steps on a GPU have equal bits, with `scaling.deterministic` and without, and the cost.
 
-    python -m benchmarks.gpu.repeat --json OUT [--model roberta-base] [--documents 16] [--steps 30]
+    python -m benchmarks.gpu --only repeat --json OUT [--model roberta-base] [--documents 16]
 
 A run that continues after a kill has the bits of a quiet one only if equal steps have equal results. Each mode takes
 the same steps several times from the same weights; a hash of the parameters tells whether they agree. Each run of steps
@@ -11,7 +11,6 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from benchmarks import record, workload
 from declutr.trainer.worker.device import repeat_bits
 
-_WARM_UP = 10
+_WARM_UP, _STEPS, _ROUNDS = 10, 30, 3
 _RATES = {"kernel": 0.0, "dropout": 0.1}
 """Dropout of attention weights: torch's kernel, or the one of this project."""
 
@@ -33,17 +32,23 @@ def steps(options: argparse.Namespace, rate: float, deterministic: bool) -> tupl
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG")  # set by the package; for an ordinary process of torch
     setting = workload.Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=rate)
     train_step = setting.train_step(setting.encoder(compiled=True), late=True)
-    batches = [setting.batch(step * options.documents, options.documents) for step in range(options.steps)]
+    batches = [setting.batch(step * options.documents, options.documents) for step in range(_STEPS)]
     seconds = workload.seconds_of_steps(train_step, batches, first=1)
     return workload.checksum(train_step)[:16], statistics.median(seconds[_WARM_UP:])
 
 
-def measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Take the steps of both modes in turns."""
+def repeated(options: argparse.Namespace) -> dict[str, Any]:
+    """Take the steps of both modes in turns, with each kernel; passed if deterministic steps have equal bits."""
+    torch.cuda.empty_cache()  # other processes need the memory
+    figures = {name: _measure(options, rate) for name, rate in _RATES.items()}
+    return {"passed": all(kernel["repeats"]["deterministic"] for kernel in figures.values()), **figures}
+
+
+def _measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
     modes = {"free": False, "deterministic": True}
     rounds: dict[str, list[tuple[str, float]]] = {mode: [] for mode in modes}
     context = multiprocessing.get_context("spawn")
-    for _ in range(options.rounds):
+    for _ in range(_ROUNDS):
         for mode, deterministic in modes.items():
             with ProcessPoolExecutor(1, context) as pool:  # the mode of a process cannot be taken back
                 rounds[mode].append(pool.submit(steps, options, rate, deterministic).result())
@@ -53,28 +58,3 @@ def measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
         "seconds": {mode: [round(time, 5) for time in times] for mode, times in seconds.items()},
         **record.ratios(seconds["deterministic"], seconds["free"]),
     }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and write."""
-    parser = record.parser("gpu.repeat", __doc__)
-    workload.add_options(parser, "roberta-base", 16, (32, 512))
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = record.parse(parser, arguments)
-    if options.steps <= _WARM_UP:
-        parser.error(f"--steps {options.steps}: the first {_WARM_UP} steps are not timed, so there must be more")
-    if not torch.cuda.is_available():
-        sys.exit(f"no GPU: torch {torch.__version__} finds no CUDA device")
-    figures: dict[str, Any] = {"benchmark": "gpu.repeat", "model": options.model, "documents": options.documents}
-    for name, rate in _RATES.items():
-        record.progress(f"{name} ...")
-        figures[name] = measure(options, rate)
-        record.progress(f"{name}: {figures[name]}")
-    record.publish(figures, options)
-    if failed := [name for name in _RATES if not figures[name]["repeats"]["deterministic"]]:
-        sys.exit(f"equal steps have other bits: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()

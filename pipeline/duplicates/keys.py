@@ -16,9 +16,9 @@ Keys are hashes, so a bucket is a range of keys: one slice of every unit's file,
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +46,7 @@ _SCHEMA = pa.schema(
     ]
 )
 _LABELS = pa.field("labels", pa.large_list(pa.string()))
-_LOWEST = np.uint64(1)
+_LOWEST = np.uint64(1)  # set in keys of bands, clear in those of texts
 _OPEN_UNITS = 1024  # files mapped at a time: systems allow about 65,000 maps a process
 
 
@@ -68,12 +68,6 @@ class UnitKeys:
     rows: NDArray[np.int32]
     labels: NDArray[np.object_]
     """`(num_documents,)` texts; None without labels."""
-
-    def slice_of(self, first: int, stop: int) -> tuple[U64, NDArray[np.int32]]:
-        """Keys in [first, stop) and their rows; `stop` may be 2**64."""
-        start = int(np.searchsorted(self.keys, np.uint64(first)))
-        end = int(np.searchsorted(self.keys, np.uint64(stop))) if stop < 2**64 else len(self.keys)
-        return self.keys[start:end], self.rows[start:end]
 
 
 def keys_path(folder: Path, unit: str) -> Path:
@@ -113,6 +107,7 @@ def write_keys(
     """
     count = len(ids)
     order = np.asarray(ordinals, np.int32)
+    # Little-endian on any host, as the digest is of bytes.
     halves = np.frombuffer(b"".join(ids), "<u8").reshape(count, 2)
     if len(order) != count or np.any(np.diff(order) <= 0):
         raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; give one a document, ascending")
@@ -128,11 +123,11 @@ def write_keys(
     keys = np.concatenate(key_columns, axis=1)
     rows = np.repeat(np.arange(count, dtype=np.int32), keys.shape[1])
     flat = keys.reshape(-1)
-    sorting = np.argsort(flat, kind="stable")
+    sorting = np.argsort(flat, kind="stable")  # stable: equal keys stay in the order of the rows
     arrays: list[NDArray[Any]] = [order, halves, signed.astype(np.uint16), flat[sorting], rows[sorting]]
     digest = hashlib.blake2b(made_with(config).encode(), digest_size=16)
     for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
+        digest.update(np.ascontiguousarray(array).data)  # hashlib takes no strides
     if labels:
         digest.update(json.dumps(labels).encode())
     schema = (_SCHEMA.append(_LABELS) if labels else _SCHEMA).with_metadata(
@@ -169,7 +164,7 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
     if not (batch.schema.equals(_SCHEMA) or batch.schema.equals(_SCHEMA.append(_LABELS))):
         raise ShardError(f"{path} is of another version; delete the unit's sidecar, and it is made again")
     metadata = batch.schema.metadata
-    ids = batch.column("ids").values.buffers()[1]
+    ids = batch.column("ids").values.buffers()[1]  # `to_numpy` would make an object of each id
     ordinals = _flat(batch, "ordinals")
     labels = np.full(len(ordinals), None)
     if "labels" in batch.schema.names:
@@ -193,24 +188,61 @@ def _flat(batch: pa.RecordBatch, name: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Numbering:
-    """Numbers of documents: those of unit i are [starts[i], starts[i + 1])."""
+class Documents:
+    """Documents by number: those of unit i are [starts[i], starts[i + 1]). Columns are read a unit at a time.
+
+    Only one that has not read yet can be sent to another process.
+    """
 
     folder: Path
     units: tuple[str, ...]
     starts: I64
     """`(num_units + 1,)`."""
 
+    @cached_property
+    def _open(self) -> Callable[[str], UnitKeys]:
+        """The keys of a unit, mapped into memory."""
+        return lru_cache(maxsize=_OPEN_UNITS)(partial(open_keys, self.folder))
+
     def units_of(self, documents: I64) -> I64:
         """Places in the plan of the units that hold the documents, `(n,)`."""
+        # "right" passes units without documents.
         return np.searchsorted(self.starts, documents, side="right").astype(np.int64) - 1
 
+    def with_keys(self, first: int, stop: int) -> tuple[U64, I64]:
+        """Keys in [first, stop) of all units, stop <= 2**64, and the documents that have them, unit after unit."""
+        keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for place, start in enumerate(self.starts[:-1]):
+            unit = self._open(self.units[place])
+            begin = int(np.searchsorted(unit.keys, np.uint64(first)))  # with an int, NumPy would compare floats
+            # 2**64 is no uint64.
+            end = int(np.searchsorted(unit.keys, np.uint64(stop))) if stop < 2**64 else len(unit.keys)
+            keys.append(unit.keys[begin:end].copy())  # a view would keep the file mapped
+            numbers.append(unit.rows[begin:end] + start)
+        return np.concatenate(keys), np.concatenate(numbers)
 
-def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tuple[Numbering, list[str], int]:
+    def column(self, name: Literal["ids", "signatures", "ordinals", "labels"], documents: I64) -> NDArray[Any]:
+        """A column of `UnitKeys` for documents in any order, `(n, ...)`."""
+        order = np.argsort(documents, kind="stable")
+        ascending = documents[order]
+        places = self.units_of(ascending)
+        cuts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
+        parts = []
+        for start, stop in pairwise(cuts) if len(places) else [(0, 0)]:  # no row, but the column's type
+            place = int(places[start]) if len(places) else 0
+            column: NDArray[Any] = getattr(self._open(self.units[place]), name)
+            parts.append(column[ascending[start:stop] - self.starts[place]])
+        gathered = np.concatenate(parts)
+        out = np.empty_like(gathered)
+        out[order] = gathered
+        return out
+
+
+def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tuple[Documents, list[str], int]:
     """Numbers the documents of units, given in plan order.
 
     Returns:
-        The numbering, the digest of every unit's keys, and the number of keys.
+        The numbered documents, the digest of every unit's keys, and the number of keys.
 
     Raises:
         ShardError: a file of keys is missing, damaged, or was written with other settings.
@@ -226,42 +258,4 @@ def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tupl
         counts.append(len(keys.ordinals))
         digests.append(keys.digest)
         num_keys += len(keys.keys)
-    return Numbering(folder, tuple(units), np.cumsum(counts, dtype=np.int64)), digests, num_keys
-
-
-class Documents:
-    """Reads columns of documents by number, a unit at a time."""
-
-    def __init__(self, numbering: Numbering) -> None:
-        self.numbering = numbering
-        self._open = lru_cache(maxsize=_OPEN_UNITS)(lambda unit: open_keys(numbering.folder, unit))
-
-    def open(self, place: int) -> UnitKeys:
-        """The keys of the unit at this place of the plan."""
-        keys: UnitKeys = self._open(self.numbering.units[place])
-        return keys
-
-    def with_keys(self, first: int, stop: int) -> tuple[U64, I64]:
-        """Keys in [first, stop) of all units, and the documents that have them, unit after unit."""
-        keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-        for place, start in enumerate(self.numbering.starts[:-1]):
-            unit_keys, rows = self.open(place).slice_of(first, stop)
-            keys.append(unit_keys.copy())  # a view would keep the file mapped
-            numbers.append(rows + start)
-        return np.concatenate(keys), np.concatenate(numbers)
-
-    def column(self, name: Literal["ids", "signatures", "ordinals", "labels"], documents: I64) -> NDArray[Any]:
-        """A column of `UnitKeys` for documents in any order, `(n, ...)`."""
-        order = np.argsort(documents, kind="stable")
-        ascending = documents[order]
-        places = self.numbering.units_of(ascending)
-        cuts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
-        parts = []
-        for start, stop in pairwise(cuts) if len(places) else [(0, 0)]:
-            place = int(places[start]) if len(places) else 0
-            column: NDArray[Any] = getattr(self.open(place), name)
-            parts.append(column[ascending[start:stop] - self.numbering.starts[place]])
-        gathered = np.concatenate(parts)
-        out = np.empty_like(gathered)
-        out[order] = gathered
-        return out
+    return Documents(folder, tuple(units), np.cumsum(counts, dtype=np.int64)), digests, num_keys

@@ -79,9 +79,9 @@ _NO_PAIRS = DuplicatePairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empt
 
 def join(parts: Sequence[DuplicatePairs]) -> DuplicatePairs:
     """All pairs of the parts."""
-    parts = [_NO_PAIRS, *parts]
+    parts = [_NO_PAIRS, *parts]  # `concatenate` needs one, even without parts
     later, earlier, similarity, exact = (np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
-    order = np.lexsort((~exact, earlier, later))
+    order = np.lexsort((~exact, earlier, later))  # an exact pair first, because the first of equal ones stays
     order = order[_first_of_runs(later[order], earlier[order])]
     return DuplicatePairs(later[order], earlier[order], similarity[order], exact[order])
 
@@ -97,7 +97,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
     order = np.argsort(keys, kind="stable")  # stable: a group is in the order of the corpus
     keys, numbers = keys[order], numbers[order]
     groups = np.cumsum(_first_of_runs(keys), dtype=np.int64)
-    shared = _in_runs(groups)
+    shared = np.bincount(groups)[groups] > 1
     near = (keys & _EXACT_BIT).astype(np.bool_)
     parts = []
     if config.exact:
@@ -108,7 +108,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
         if config.exact:
             first_of_text = _first_of_text(groups, members, documents.column("ids", members))
             members, groups = members[first_of_text], groups[first_of_text]
-            shared = _in_runs(groups)
+            shared = np.bincount(groups)[groups] > 1
             members, groups = members[shared], groups[shared]
         parts += _window_pairs(members, groups, documents, config.near)
         for group in _large_groups(members, groups):
@@ -124,13 +124,6 @@ def _first_of_runs(*columns: NDArray[np.int64] | U64) -> NDArray[np.bool_]:
         for column in columns:
             first[1:] |= column[1:] != column[:-1]
     return first
-
-
-def _in_runs(groups: I64) -> NDArray[np.bool_]:
-    """A mask of the rows that share their group with a neighbour, `(n,)`."""
-    first = np.append(_first_of_runs(groups), True)
-    alone: NDArray[np.bool_] = first[:-1] & first[1:]
-    return ~alone
 
 
 def _exact_pairs(members: I64, ids: U64) -> DuplicatePairs:
@@ -168,7 +161,7 @@ def _window_pairs(members: I64, groups: I64, documents: Documents, near: NearCon
 def _large_groups(members: I64, groups: I64) -> Iterator[I64]:
     """Groups that are larger than the window."""
     cuts = np.append(np.flatnonzero(_first_of_runs(groups)), len(groups))
-    for index in np.flatnonzero(np.diff(cuts) > WINDOW + 1):
+    for index in np.flatnonzero(np.diff(cuts) > WINDOW + 1):  # in others the window has compared all pairs
         yield members[cuts[index] : cuts[index + 1]]
 
 
@@ -185,7 +178,7 @@ def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Itera
                 if turn == LEADERS:
                     break
                 leaders.append(int(left[0]))
-                signed.append(signatures[0].copy())
+                signed.append(signatures[0].copy())  # a view would keep the batch
             equal = np.count_nonzero(signatures == signed[turn], axis=1)
             alike = equal >= _least_equal(near)
             other = alike & (left != leaders[turn])
@@ -197,7 +190,7 @@ def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Itera
 def _num_equal(signatures: NDArray[np.uint16], first: I64, second: I64) -> I64:
     """Number of equal slots in pairs of rows, `(n,)`."""
     equal = np.empty(len(first), np.int64)
-    step = 1 << 14
+    step = 1 << 14  # bounds the two gathered copies
     for start in range(0, len(first), step):
         rows = slice(start, start + step)
         equal[rows] = np.count_nonzero(signatures[first[rows]] == signatures[second[rows]], axis=1)
@@ -206,7 +199,7 @@ def _num_equal(signatures: NDArray[np.uint16], first: I64, second: I64) -> I64:
 
 def _least_equal(near: NearConfig) -> int:
     """Least number of equal slots of two similar documents."""
-    return int(np.ceil(near.similarity * near.num_slots - 1e-9))
+    return int(np.ceil(near.similarity * near.num_slots - 1e-9))  # 0.55 * 100 is more than 55 in floats
 
 
 def _alike(later: I64, earlier: I64, equal: I64, near: NearConfig) -> DuplicatePairs:
@@ -241,14 +234,10 @@ def decide(pairs: DuplicatePairs) -> Decisions:
     near = ~pairs.exact
     dropped, kept, similarity = _near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
     twins, originals = pairs.later[pairs.exact], pairs.earlier[pairs.exact]
-    if len(dropped):
-        place = np.minimum(np.searchsorted(dropped, originals), len(dropped) - 1)
-        gone = dropped[place] == originals
-        twin_kept = np.where(gone, kept[place], originals)
-        twin_similarity = np.where(gone, similarity[place], np.float32(1))
-    else:
-        gone = np.zeros(len(twins), np.bool_)
-        twin_kept, twin_similarity = originals, np.ones(len(twins), np.float32)
+    gone = np.isin(originals, dropped)
+    place = np.searchsorted(dropped, originals[gone])
+    twin_kept, twin_similarity = originals.copy(), np.ones(len(twins), np.float32)
+    twin_kept[gone], twin_similarity[gone] = kept[place], similarity[place]
     all_dropped = np.concatenate([dropped, twins])
     all_kept = np.concatenate([kept, twin_kept])
     order = np.argsort(all_dropped, kind="stable")
@@ -308,14 +297,14 @@ def write_duplicates(
     path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
 ) -> None:
     """Writes the table, whole or not at all; its metadata have the labels whose rows are kept, if not all are."""
-    units = pa.array(documents.numbering.units, pa.string())
+    units = pa.array(documents.units, pa.string())
     kinds = pa.array(KINDS, pa.string())
     ids = np.ascontiguousarray(documents.column("ids", decisions.kept))
     count = len(decisions.dropped)
     columns = {
-        "unit": _coded(documents.numbering.units_of(decisions.dropped), units),
+        "unit": _coded(documents.units_of(decisions.dropped), units),
         "ordinal": pa.array(documents.column("ordinals", decisions.dropped)),
-        "kept_unit": _coded(documents.numbering.units_of(decisions.kept), units),
+        "kept_unit": _coded(documents.units_of(decisions.kept), units),
         "kept_ordinal": pa.array(documents.column("ordinals", decisions.kept)),
         "kept_id": pa.Array.from_buffers(pa.binary(ID_BYTES), count, [None, pa.py_buffer(ids)]),
         "kind": pa.DictionaryArray.from_arrays(pa.array(decisions.exact.astype(np.int8)), kinds),
@@ -361,7 +350,7 @@ def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
     if place < 0:
         return {}
     codes = column.indices.to_numpy(zero_copy_only=True)
-    start, stop = np.searchsorted(codes, [place, place + 1])
+    start, stop = np.searchsorted(codes, [place, place + 1])  # rows are in the order of the corpus
     rows = batch.slice(start, stop - start).to_pylist()
     return {row["ordinal"]: Duplicate(**row) for row in rows}
 

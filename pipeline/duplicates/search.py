@@ -13,7 +13,7 @@ from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
-from declutr.pipeline.duplicates.keys import Documents, Numbering, number
+from declutr.pipeline.duplicates.keys import Documents, number
 from declutr.pipeline.duplicates.pairs import (
     COLUMNS,
     DUPLICATES,
@@ -56,16 +56,16 @@ def find_duplicates(
         ShardError: a file of keys is missing, damaged, or was written with other settings.
     """
     result = folder / DUPLICATES
-    numbering, digests, num_keys = number(folder, units, config)
+    documents, digests, num_keys = number(folder, units, config)
     num_buckets = max(1, -(-num_keys // KEYS_PER_BUCKET))
     made_from = [_VERSION, config.model_dump(mode="json"), num_buckets, list(zip(units, digests, strict=True))]
     made_from += [] if labels is None else [labels]
     stamp = hash_json(made_from)
     if stamp_of(result) == stamp:
         return result
-    arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "host_keys": host_keys}
+    arguments = {"documents": documents, "config": config, "num_buckets": num_buckets, "host_keys": host_keys}
     if num_buckets == 1:  # starting a task would take longer than the search
-        pairs = _join_all([search_bucket({"bucket": 0}, numbering, config, num_buckets)])
+        pairs = _join_all([search_bucket({"bucket": 0}, documents, config, num_buckets)])
     else:
         session = session or SessionConfig()
         start_ray(session.num_cpus, session.address)
@@ -73,13 +73,13 @@ def find_duplicates(
             [{"bucket": bucket} for bucket in range(num_buckets)], override_num_blocks=num_buckets
         )
         pairs = _join_all(rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows())
-    write_duplicates(result, decide(pairs), Documents(numbering), stamp, labels)
+    write_duplicates(result, decide(pairs), documents, stamp, labels)
     return result
 
 
 def search_bucket(
     row: dict[str, int],
-    numbering: Numbering,
+    documents: Documents,
     config: DuplicatesConfig,
     num_buckets: int,
     host_keys: Callable[[], Path] | None = None,
@@ -87,8 +87,8 @@ def search_bucket(
     """The bytes of the columns of a bucket's pairs, or an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
-        numbering = replace(numbering, folder=host_keys()) if host_keys else numbering
-        pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
+        documents = replace(documents, folder=host_keys() if host_keys else documents.folder)
+        pairs = bucket_pairs(documents, config, bucket, num_buckets)
     except (OSError, ShardError) as error:  # raised here, users would see it as a traceback of Ray
         return {"problem": f"bucket {bucket}: {error}", **dict.fromkeys(COLUMNS, b"")}
     # Bytes, because rows with arrays of different lengths have no common type in Arrow.

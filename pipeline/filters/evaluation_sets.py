@@ -35,7 +35,7 @@ from declutr.pipeline.filters.words import U64, extend_ngrams, folded_words, has
 
 INDEX = "contamination.arrow"
 _NOT_DATA = re.compile(r"(?:\d*[-_]?)?(?:readme|licen[cs]e|changelog|notice|correlation)\b", re.IGNORECASE)
-_QUESTION_LABEL = re.compile(r"^[A-Z]{3,6}:\w+\s")
+_QUESTION_LABEL = re.compile(r"^[A-Z]{3,6}:\w+\s")  # TREC's, as in `DESC:manner How ...`
 _LONGEST_FIELD = 1 << 24
 SCHEMA_VERSION = "1"
 _SHORTEST_WHOLE = 8
@@ -92,7 +92,9 @@ class ContaminationIndex:
         self._sets = _column(table, "set")
         self._head_words = int(metadata["head"])
         self._shift = np.uint64(64 - max(13, (len(self._keys) * _BITMAP_LOAD).bit_length()))
-        self._bitmap = _bitmap(mix(_column(table, "head")), self._shift)
+        marks = np.zeros(1 << (64 - int(self._shift)), np.bool_)
+        marks[mix(_column(table, "head")) >> self._shift] = True
+        self._bitmap = np.packbits(marks, bitorder="little")
 
     def find(self, text: str) -> Match | None:
         """Finds text shared with the evaluation sets. The cost grows with the text's n-grams, not with the index."""
@@ -109,14 +111,12 @@ class ContaminationIndex:
                 places, hashes = places[inside], hashes[inside]
                 hashes = extend_ngrams(hashes, words[places + length - 1])
             if length in self._lengths:
-                hits += self._look_up(places, keys_of(hashes, length), length)
+                keys = keys_of(hashes, length)
+                rows = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)  # a key above all has no row
+                same = self._keys[rows] == keys
+                pairs = zip(places[same].tolist(), rows[same].tolist(), strict=True)
+                hits += [(place, length, row) for place, row in pairs]  # row of the index
         return self._verify(text, sorted(hits)) if hits else None
-
-    def _look_up(self, places: NDArray[np.int64], keys: U64, length: int) -> list[tuple[int, int, int]]:
-        """Returns (place, length, row of the index) for each n-gram whose key is in the index."""
-        rows = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        same = self._keys[rows] == keys
-        return [(place, length, row) for place, row in zip(places[same].tolist(), rows[same].tolist(), strict=True)]
 
     def _verify(self, text: str, hits: list[tuple[int, int, int]]) -> Match | None:
         """The match of those hits that the second hash confirms."""
@@ -135,6 +135,7 @@ class ContaminationIndex:
 
 def check_of(ngram: str) -> int:
     """The second hash of an n-gram: BLAKE2b of its folded words, joined by spaces."""
+    # An escape in JSON can be a lone surrogate.
     return int.from_bytes(hashlib.blake2b(ngram.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
@@ -157,14 +158,6 @@ def _column(table: pa.Table, name: str) -> NDArray[np.uint64]:
     return column
 
 
-def _bitmap(keys: U64, shift: np.uint64) -> NDArray[np.uint8]:
-    """A packed bitmap of the values that the keys' upper bits take."""
-    bits = np.unique(keys >> shift)
-    marks = np.zeros(1 << (64 - int(shift) - 3), np.uint8)
-    np.bitwise_or.at(marks, bits >> np.uint64(3), np.left_shift(1, bits & np.uint64(7)).astype(np.uint8))
-    return marks
-
-
 def contamination_problems(config: Contamination) -> list[str]:
     """Finds problems of the settings and the files, one line each."""
     problems = []
@@ -182,11 +175,13 @@ def contamination_problems(config: Contamination) -> list[str]:
             problems.append(f"filters.contamination.paths: {entry!r} holds no files")
         for path in files:
             try:
-                if b"\0" in _head(path):
+                with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+                    is_text = b"\0" not in stream.read(8192)
+                if not is_text:
                     problems.append(
                         f"filters.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text"
                     )
-            except (OSError, EOFError, zlib.error) as error:
+            except (OSError, EOFError, zlib.error) as error:  # a .gz cut short, or damaged
                 problems.append(f"filters.contamination.paths: {path} cannot be read: {error}")
     return problems
 
@@ -249,17 +244,11 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
     if root.is_file():
         yield root, root.name
         return
-    for path in sorted(root.rglob("*")):
+    for path in sorted(root.rglob("*")):  # rglob's order is that of the file system
         relative = path.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.is_file() and not hidden and not _NOT_DATA.match(path.name):
             yield path, f"{root.name}/{relative.as_posix()}"
-
-
-def _head(path: Path) -> bytes:
-    """The first bytes of a file, uncompressed."""
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-        return stream.read(8192)
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -268,7 +257,7 @@ def _texts(path: Path) -> Iterator[str]:
     if path.suffix == ".gz":
         try:
             raw = gzip.decompress(raw)
-        except (EOFError, zlib.error) as error:
+        except (EOFError, zlib.error) as error:  # as for any unreadable file; a .gz cut short, or damaged
             raise OSError(f"{path} cannot be read: {error}") from error
     try:
         content = raw.decode("utf-8-sig")  # a byte order mark would belong to the first word
@@ -281,7 +270,7 @@ def _texts(path: Path) -> Iterator[str]:
         for line in content.splitlines():
             yield from _json_texts(line)
     elif suffix == ".csv" and "\t" not in content[:_LONGEST_FIELD].partition("\n")[0]:
-        csv.field_size_limit(max(_LONGEST_FIELD, len(content)))
+        csv.field_size_limit(max(_LONGEST_FIELD, len(content)))  # Python's own limit is 128 Ki characters
         for row in csv.reader(content.splitlines(keepends=True)):
             yield from row
     else:  # STS Benchmark's .csv has tabs between its cells and unpaired quotes
@@ -293,7 +282,7 @@ def _json_texts(content: str) -> Iterator[str]:
     """The strings in a JSON value, at any depth; content that is not JSON counts as one text."""
     try:
         waiting: list[Any] = [json.loads(content)]
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # nested too deeply
         yield content
         return
     while waiting:
@@ -301,6 +290,6 @@ def _json_texts(content: str) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict):
-            waiting += reversed(value.values())
+            waiting += reversed(value.values())  # `pop` takes the last
         elif isinstance(value, list):
-            waiting += reversed(value)
+            waiting += reversed(value)  # `pop` takes the last

@@ -22,10 +22,10 @@ Codes = NDArray[np.uint8] | NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 1 << 15  # a few arrays of this length fit the processor's cache
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it is invertible modulo 2**64
-_LENGTH = np.uint64(0xD6E8FEB86659FD93)
-_NGRAM = np.uint64(0xA0761D6478BD642F)
+_LENGTH = np.uint64(0xD6E8FEB86659FD93)  # that of degski's mixer
+_NGRAM = np.uint64(0xA0761D6478BD642F)  # wyhash's first constant
 _CLASSES = 0x20000  # code points above are ideographs (letters); none is punctuation or whitespace
-_SPACE, _LETTER, _MARK = 1, 2, 4
+_SPACE, _LETTER, _MARK = 1, 2, 4  # bits, as those of a word are joined by `|`
 _ASCII_MARKS = string.punctuation.encode()  # all of them, and no other ASCII character, are in P or S
 
 
@@ -145,7 +145,7 @@ def _classes(codes: Codes) -> NDArray[np.uint8]:
 def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
     """Hashes, starts and stops of the words of a piece, and the classes of its characters."""
     classes = _classes(codes)
-    inside = np.zeros(len(codes) + 2, np.bool_)
+    inside = np.zeros(len(codes) + 2, np.bool_)  # outside at both ends, so each word has two edges
     np.not_equal(classes, _SPACE, out=inside[1:-1])
     edges = np.flatnonzero(inside[1:] != inside[:-1])
     starts, stops = edges[0::2], edges[1::2]
@@ -155,7 +155,7 @@ def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64]
     values = _tables()[0][codes]
     values *= factors[: len(codes)]
     sums = np.add.reduceat(values, starts)  # whitespace after a word has value 0 and adds nothing
-    sums *= inverses[starts]
+    sums *= inverses[starts]  # equal words have equal hashes wherever they stand
     return mix(sums + (stops - starts).astype(np.uint64) * _LENGTH), starts, stops, classes
 
 

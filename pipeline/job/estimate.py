@@ -1,4 +1,4 @@
-"""`prepare --plan`: the result and the duration of a preparation, estimated from a stratified sample of the corpus."""
+"""`prepare --plan`: the result and the duration of a preparation, estimated from a sample of the corpus."""
 
 import heapq
 import math
@@ -17,20 +17,18 @@ from numpy.typing import NDArray
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import duration
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
-from declutr.pipeline.job.output import Preparation
-from declutr.pipeline.job.shared import output_engine
-from declutr.pipeline.job.units import RunningCounts, Unit, UnitReader, read_unit
+from declutr.pipeline.job.output import Preparation, output_engine
+from declutr.pipeline.job.units import Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, Part, ReadFailure, Record, bare_suffix
-from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
-from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS
+from declutr.pipeline.shards.content import MEDIA_KINDS, noun_of, size_noun
+from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, sum_counts
 from declutr.pipeline.shards.media import Clip, Image
 from declutr.pipeline.shards.writer import UINT16_VOCABULARY
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
-MAX_STRATA = 16
 _SAMPLED_PARTS = 64
-_MIN_PARTS = 4  # sampled parts of a small stratum, because a small file may hold most of the documents
+_MIN_PARTS = 4  # sampled parts of a kind, because its few bytes may hold most of the documents
 _SAMPLE_SECONDS = 20.0
 _LEAST_RECORDS = 256  # records that are read of each sampled part, even if there is no time
 _ROW_BYTES = 64  # bytes of a shard row without tokens and windows: id, lengths, offset and a short source
@@ -41,75 +39,48 @@ Sums = NDArray[np.float64]
 
 
 @dataclass
-class Sampled:
-    """A part in the sample, of which at least the beginning is read."""
+class Sample:
+    """Parts of one format and about one size; the beginning of the middle one is read and stands for all of them."""
 
-    part: Part
-    stands_for: float
-    """Input bytes of its stratum that it represents."""
+    parts: list[Part]
     num_bytes: int = 0
     """Input bytes that were read."""
     sums: Sums = field(default_factory=lambda: np.zeros(len(SUMS)))
     """Sums over the records that were read."""
 
-
-@dataclass
-class Stratum:
-    """Parts of one folder and one format, and the sampled ones among them, in order."""
-
-    parts: list[Part]
-    sampled: list[Sampled]
+    @property
+    def part(self) -> Part:
+        """The part that is read."""
+        return self.parts[len(self.parts) // 2]
 
     @property
-    def num_bytes(self) -> int:
-        """Input bytes."""
+    def stands_for(self) -> int:
+        """Input bytes of all its parts."""
         return sum(part.num_bytes for part in self.parts)
 
-    def totals(self) -> Sums:
-        """Estimated sums over the stratum, `(sums,)`."""
-        pieces = [sample.sums * (sample.stands_for / max(1, sample.num_bytes)) for sample in self.sampled]
-        sums: Sums = np.sum(pieces, axis=0)
-        return sums
 
+def draw_samples(parts: Sequence[Part]) -> list[Sample]:
+    """Groups parts by format and size, with groups in proportion to the bytes of each kind but at least a few.
 
-def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
-    """Draws parts by top folder and format, in proportion to the bytes of each stratum but at least a few.
-
-    If there are more than 16 strata, those with the fewest bytes are merged.
+    Small files may hold most of the documents, so large ones do not stand for them. Of whole files, which are often one
+    document each, neighbours have about the same size, or a short one would stand for hundreds.
     """
-
-    def kind_of(part: Part) -> tuple[str, str]:
-        return part.source.partition("/")[0] if "/" in part.source else "", part.format + bare_suffix(part.source)
-
-    parts = [part for part in parts if part.num_bytes]
-    sizes = Counter[tuple[str, str]]()
+    kinds: dict[tuple[str, int], list[Part]] = defaultdict(list)
     for part in parts:
-        sizes[kind_of(part)] += part.num_bytes
-    largest = {kind for kind, _ in sizes.most_common(MAX_STRATA)}
-    groups: dict[tuple[str, str], list[Part]] = defaultdict(list)
-    for part in parts:
-        kind = kind_of(part)
-        groups[kind if kind in largest else ("", kind[1])].append(part)
-    total = sum(part.num_bytes for part in parts)
-    return [_draw(groups[kind], total) for kind in sorted(groups)]
+        if part.num_bytes:
+            # Sizes of a kind differ by a factor of less than 4, so the number of kinds is bounded by that of formats.
+            kinds[part.format + bare_suffix(part.source), part.num_bytes.bit_length() // 2].append(part)
+    total, samples = sum(part.num_bytes for part in parts), list[Sample]()
+    for kind in sorted(kinds):
+        members = sorted(kinds[kind], key=lambda part: part.num_bytes)
+        share = sum(part.num_bytes for part in members) / total
+        count = min(len(members), max(_MIN_PARTS, math.ceil(_SAMPLED_PARTS * share)))
+        cuts = [len(members) * index // count for index in range(count + 1)]
+        samples += [Sample(members[start:stop]) for start, stop in pairwise(cuts)]
+    return samples
 
 
-def _draw(parts: list[Part], total: int) -> Stratum:
-    """Draws the middle part of each of some equal groups of neighbours, which it stands for.
-
-    Of whole files, neighbours have about the same size: a file is often one document, so its documents do not follow
-    its bytes, and a short one would stand for hundreds.
-    """
-    count = max(_MIN_PARTS, math.ceil(_SAMPLED_PARTS * sum(part.num_bytes for part in parts) / total))
-    count = min(count, len(parts))
-    if parts[0].format == "stream":
-        parts = sorted(parts, key=lambda part: (part.num_bytes, part.source))
-    cuts = [len(parts) * index // count for index in range(count + 1)]
-    groups = [parts[start:stop] for start, stop in pairwise(cuts)]
-    return Stratum(parts, [Sampled(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups])
-
-
-def read_for(seconds: float, reader: UnitReader, sample: Sampled, failures: list[ReadFailure]) -> Iterator[Record]:
+def read_for(seconds: float, reader: UnitReader, sample: Sample, failures: list[ReadFailure]) -> Iterator[Record]:
     """The records of a part until the time is over; adds to the bytes of the sample those that they were read from.
 
     A reader takes its input in pieces, so its consumed bytes are ahead of its records. The two agree when the reader
@@ -132,45 +103,10 @@ def read_for(seconds: float, reader: UnitReader, sample: Sampled, failures: list
 class Estimate:
     """Totals estimated from a sample. Duplicates and failures of whole files are not included."""
 
-    sampled_bytes: int
-    """Input bytes that were read."""
-    input_bytes: int
     documents: int
     kept: int
-    num_tokens: int
-    text_bytes: int
-    shards: int
-    """Largest number of shards: units times splits."""
-    shard_bytes: int
-    num_cpus: int
-    """CPUs for which `seconds` holds: those asked for, else session.num_cpus, else all CPUs of this machine."""
-    seconds: float
-    """Duration on `num_cpus` CPUs, without Ray's start."""
-    scaling: list[str]
-    """Lines on what was measured, what limits the time and what it leaves out, if CPUs were asked for."""
-    not_kept: dict[str, int]
-    """Documents of the sample that are not kept, by reason, the most frequent first."""
-    hint: str | None
-    """Setting that would keep more of them."""
-    kind: ContentKind
-    """Kind of the rows."""
-
-    def lines(self) -> list[str]:
-        """The estimate as text."""
-        about = "about " if self.sampled_bytes < self.input_bytes else ""
-        kept = f"of which {about}{self.kept:,} kept ({self.kept / max(1, self.documents):.0%})"
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
-        return [
-            f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
-            f"  {noun_of(self.kind):11} {about}{self.documents:,}, {kept}",
-            *([f"  not kept    {reasons} (in the sample)"] if self.not_kept else []),
-            f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
-            f"  {size_noun(self.kind):11} {about}{self.num_tokens:,} kept",
-            f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
-            f"  time        {duration(math.ceil(self.seconds))} on {self.num_cpus} CPUs (and up to a minute for Ray)",
-            *self.scaling,
-            *([f"  hint        {self.hint}"] if self.hint else []),
-        ]
+    lines: list[str]
+    """The estimate as text."""
 
 
 def makespan(seconds: Iterable[float], num_cpus: int) -> float:
@@ -182,25 +118,16 @@ def makespan(seconds: Iterable[float], num_cpus: int) -> float:
     return max(busy)
 
 
-def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cpus: int | None = None) -> Estimate:
-    """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
-
-    Each folder and each format is estimated separately (`draw_strata`) from at least a few parts: if small
-    files hold most of the documents, large ones say nothing about them. The time is that on `cpus` CPUs, at least 1;
-    None: on those of the session.
-
-    Raises:
-        ConfigError: the engine in tokenizer.engine does not give the same ids.
-    """
-    config, units = job.config, job.units
-    engine = output_engine(job, folder, units)
+def _read_sample(
+    job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, samples: Sequence[Sample]
+) -> tuple[Counts, list[ReadFailure]]:
+    """Processes the sampled parts like a task for about 20 seconds; adds their bytes and sums to them."""
+    config, failures, total = job.config, list[ReadFailure](), sum(sample.stands_for for sample in samples)
+    engine = output_engine(job, folder, job.units)
     decide = partial(decide_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
     list(decide(iter(())))  # load the tokenizer before the clock starts
-    running = RunningCounts()
-    failures: list[ReadFailure] = []
-    strata = draw_strata([part for unit in units for part in unit.parts])
-    total = sum(stratum.num_bytes for stratum in strata)
-    for sample in (sample for stratum in strata for sample in stratum.sampled):
+    running = Counts()
+    for sample in samples:
         started, seconds = time.process_time(), _SAMPLE_SECONDS * sample.stands_for / total
         reader = read_unit(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
         for decision, content in decide(read_for(seconds, reader, sample, failures)):
@@ -211,42 +138,63 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cp
             num_tokens = (entry.num_tokens or 0) if kept else 0
             sample.sums += [1, kept, num_tokens, entry.text_bytes, 0, num_texts, media_bytes]
         sample.sums[SUMS.index("cpu_seconds")] = time.process_time() - started
-    counts = running.counts()
+    return sum_counts([running]), failures
+
+
+def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cpus: int | None = None) -> Estimate:
+    """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
+
+    The time is that on `cpus` CPUs, at least 1; None: on those of the session, else on all of this machine.
+
+    Raises:
+        ConfigError: the engine in tokenizer.engine does not give the same ids.
+    """
+    config, units, kind = job.config, job.units, job.config.content.kind
+    samples = draw_samples([part for unit in units for part in unit.parts])
+    counts, failures = _read_sample(job, folder, tokenizer, samples)
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
-    totals = [stratum.totals() for stratum in strata]
+    means = [sample.sums / max(1, sample.num_bytes) for sample in samples]  # for a byte of input
+    totals = [mean * sample.stands_for for mean, sample in zip(means, samples, strict=True)]
     sums = dict(zip(SUMS, np.sum([np.zeros(len(SUMS)), *totals], axis=0).tolist(), strict=True))
     rates = {
-        (part.source, part.start): float(of_stratum[SUMS.index("cpu_seconds")]) / stratum.num_bytes
-        for stratum, of_stratum in zip(strata, totals, strict=True)
-        for part in stratum.parts
+        (part.source, part.start): float(mean[SUMS.index("cpu_seconds")])
+        for mean, sample in zip(means, samples, strict=True)
+        for part in sample.parts
     }
     of_units = [sum(rates.get((part.source, part.start), 0) * part.num_bytes for part in unit.parts) for unit in units]
     num_cpus = cpus or config.session.num_cpus or os.cpu_count() or 1
     token_bytes = (2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4) if tokenizer else 0
-    window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
+    window_bytes = 4 / config.geometry.max_tokens if kind == "documents" else 0
     shard_bytes = sums["num_tokens"] * (token_bytes + window_bytes) + sums["kept"] * _ROW_BYTES
+    shard_bytes += sums["num_texts"] * _TEXT_BYTES + sums["media_bytes"]
+    num_bytes, total = (sum(getattr(sample, name) for sample in samples) for name in ("num_bytes", "stands_for"))
+    documents, kept, num_tokens = (round(sums[name]) for name in ("documents", "kept", "num_tokens"))
+    about = "about " if num_bytes < total else ""
+    not_kept = Counter({**counts.dropped, **counts.failed}).most_common()
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in not_kept)
     sources = (part.source for unit in units for part in unit.parts)
-    return Estimate(
-        sampled_bytes=sum(sample.num_bytes for stratum in strata for sample in stratum.sampled),
-        input_bytes=total,
-        **{name: round(sums[name]) for name in ("documents", "kept", "num_tokens", "text_bytes")},
-        shards=len(units) * len(SPLITS),
-        shard_bytes=round(shard_bytes + sums["num_texts"] * _TEXT_BYTES + sums["media_bytes"]),
-        num_cpus=num_cpus,
-        seconds=makespan(of_units, num_cpus),
-        scaling=_scaling(job, of_units, num_cpus) if cpus else [],
-        not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),
-        hint=lines_hint(counts.read, counts.dropped, job.plan.config, sources),
-        kind=config.content.kind,
-    )
+    hint = lines_hint(counts.read, counts.dropped, job.plan.config, sources)
+    lines = [
+        f"estimated from {num_bytes / MIB:,.1f} of {total / MIB:,.1f} MiB of input:",
+        f"  {noun_of(kind):11} {about}{documents:,}, of which {about}{kept:,} kept ({kept / max(1, documents):.0%})",
+        *([f"  not kept    {reasons} (in the sample)"] if not_kept else []),
+        f"  {'files' if kind in MEDIA_KINDS else 'text':11} {sums['text_bytes'] / MIB:,.1f} MiB",
+        f"  {size_noun(kind):11} {about}{num_tokens:,} kept",
+        f"  shards      up to {len(units) * len(SPLITS):,} files, {shard_bytes / MIB:,.1f} MiB",
+        f"  time        {duration(math.ceil(makespan(of_units, num_cpus)))} on {num_cpus} CPUs (and up to a minute for "
+        "Ray)",
+        *(_scaling(job, of_units, num_cpus) if cpus else []),
+        *([f"  hint        {hint}"] if hint else []),
+    ]
+    return Estimate(documents, kept, lines)
 
 
 def _scaling(job: Preparation, seconds: Sequence[float], num_cpus: int) -> list[str]:
-    """Lines on an estimate for other CPUs, from the seconds of a CPU that each unit takes."""
+    """Lines on an estimate for other CPUs: what was measured, what limits the time and what it leaves out."""
     longest = max(range(len(seconds)), key=seconds.__getitem__)
     # A unit is not divided, so the CPUs that shorten the time are at most the total in longest units.
-    useful = max(1, math.ceil(sum(seconds) / max(seconds[longest], 1e-9)))
+    useful = max(1, math.ceil(sum(seconds) / max(seconds[longest], 1e-9)))  # 1e-9, or it could be divided by zero
     second = ", the search for duplicates, the second writing of the shards" if job.config.duplicates.enabled else ""
     return [
         f"  measured    on 1 of {os.cpu_count()} CPUs of this machine; estimated for {num_cpus} CPUs of the same speed",

@@ -49,7 +49,7 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
         return "corpus: empty, the inputs hold no documents; check corpus.paths"
     if config.content.kind != "documents":
         return _no_row(counts, config.content, failures)
-    failed, num_failed = _in_words(counts.failed), sum(counts.failed.values())
+    failed, num_failed = in_words(counts.failed), sum(counts.failed.values())
     documents = f"{counts.read} documents"
     if 2 * num_failed > counts.read:
         problem = f"{num_failed} of {documents} could not be read ({failed}), and none of the others is kept"
@@ -60,7 +60,7 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
         examples = [f". The first {main_reason}: {failure}" for failure in failures if failure.reason == main_reason]
         return f"corpus: {problem}; {remedy}" + "".join(examples[:1])
     unread = f" ({failed})" if failed else ""
-    other_reasons = _in_words({reason: n for reason, n in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)})
+    other_reasons = in_words({reason: n for reason, n in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)})
     if TOO_SHORT not in counts.dropped:
         why = other_reasons or "all are empty"
         return f"corpus: none of {documents} is kept{unread}: {why}; check the inputs and `filters`"
@@ -71,7 +71,8 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
     )
 
 
-def _in_words(numbers: Mapping[str, int]) -> str:
+def in_words(numbers: Mapping[str, int]) -> str:
+    """Numbers by reason in one line."""
     return ", ".join(f"{number:,} {reason}" for reason, number in numbers.items())
 
 
@@ -79,7 +80,7 @@ def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]
     """An error message if no row of short texts, images or clips was kept."""
     lost = dict(sorted((counts.dropped | counts.failed).items(), key=lambda item: -item[1]))
     keys = ", ".join(f"{setting}={key}" for setting, key in keys_of(content).items())
-    message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {_in_words(lost)}"
+    message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {in_words(lost)}"
     if isinstance(content, PairsContent) and any(reason.startswith(LACKS) for reason in lost):
         message += (
             f"; content.required_labels = [{', '.join(content.required_labels)}] drops premises without a hypothesis "
@@ -121,9 +122,10 @@ def too_many_failed(
     share = (failed + lost) / (counts.read + lost)
     percent = math.ceil(10000 * share) / 100  # rounded up, or it could seem to be within the limit
     head = (
-        f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({_in_words(counts.failed)})"
+        f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({in_words(counts.failed)})"
         f"{f', and about {lost:,} more are lost with their files' if lost else ''}: "
         f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs and prepare into a "
+        # Rounded up, or it would not be enough.
         f"new folder, or allow more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends "
         "at once. Examples:"
     )
@@ -139,7 +141,7 @@ def losses_hint(losses: Losses, kind: ContentKind) -> Sequence[str]:
         lines.append(f"{broken}, with about {lost:,} more {nouns}, by those in whole files")
     worst = losses.worst(_MUCH_OF_A_FILE)
     for source, file in worst[:_EXAMPLES]:
-        lines.append(f"{source}: {file.failed:,} of {file.read + file.failed:,} {nouns} failed")
+        lines.append(f"{source}: {file['failed']:,} of {file['read'] + file['failed']:,} {nouns} failed")
     return [*lines, *([f"and {len(worst) - _EXAMPLES:,} more such files"] if len(worst) > _EXAMPLES else [])]
 
 
@@ -174,7 +176,7 @@ def labels_hint(manifest: Manifest) -> str | None:
 def summary(manifest: Manifest, output: str) -> str:
     """One line with the output folder, the documents read and their statuses."""
     totals = manifest.totals
-    lost = ", ".join(filter(None, [_in_words(manifest.dropped), _in_words(manifest.failed), lost_hint(manifest)]))
+    lost = ", ".join(filter(None, [in_words(manifest.dropped), in_words(manifest.failed), lost_hint(manifest)]))
     share = totals.get("unknown_tokens", 0) / max(1, totals["num_tokens"])
     unknown = f" ({share:.2%} unknown)" if share else ""
     skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
@@ -189,6 +191,6 @@ def summary(manifest: Manifest, output: str) -> str:
 def _labels(manifest: Manifest) -> str:
     """The kept hypotheses by label, or the number of labels and the changes of images or clips, as text."""
     if manifest.content.kind in MEDIA_KINDS:
-        notes = _in_words(manifest.notes)
+        notes = in_words(manifest.notes)
         return f"; {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
-    return f"; hypotheses: {_in_words(manifest.labels)}" if manifest.labels else ""
+    return f"; hypotheses: {in_words(manifest.labels)}" if manifest.labels else ""

@@ -26,8 +26,7 @@ from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
 from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
-from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage
-from declutr.pipeline.job.shared import output_engine
+from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage, output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import BEAT_SECONDS, most_frequent_labels, write_selected, write_unit
@@ -83,12 +82,10 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
             write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine, beats=beats)
         start_ray(output.session.num_cpus, output.session.address)
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
-        items = [
-            {"unit": unit.model_dump_json(), "needs": encoded(stored.files_of(stage, unit.name) if stored else {})}
-            for unit in todo
-        ]
+        needs = {unit.name: encoded(stored.needed_files(stage, unit.name) if stored else {}) for unit in todo}
+        items = [{"unit": unit.model_dump_json(), "needs": needs[unit.name]} for unit in todo]
         rows = ray.data.from_items(items, override_num_blocks=len(todo))
-        arguments = {"stage": stage, "folder": str(output.folder), "write": write}
+        arguments: dict[str, Any] = {"folder": str(output.folder), "write": write}
         arguments["other_hosts"] = stored is not None or config.session.address is not None
         if stored is not None:
             arguments |= {"store": stored.store, "shared": stored.shared_files(stage)}
@@ -103,7 +100,7 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
                         raise _stopped(stage, output.name, row["problem"])
                     sidecar = Sidecar.model_validate_json(row["sidecar"])
                     if stored is not None:
-                        stored.add(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
+                        stored.add(stage, sidecar)
                     sidecars[sidecar.unit] = sidecar
                     progress.add(sidecar)
             except WorkerCrashedError as error:
@@ -119,7 +116,6 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
 
 def work_on(
     row: dict[str, Any],
-    stage: Stage,
     folder: str,
     write: Callable[[Unit, Path], Sidecar],
     other_hosts: bool,
@@ -129,13 +125,13 @@ def work_on(
     """Processes one unit; Ray Data maps it from `{"unit": JSON}` to `{"sidecar": JSON, "problem": message}`.
 
     If the output is in a store, the unit's files are made in a temporary folder of this host, and sent; the row then
-    has the list of the files that the task needs (`needs`), and the answer the list of those that it has sent (`sent`).
+    has the list of the files that the task needs (`needs`).
 
     A full disk or a damaged file is returned as a problem; raised here, users would see it as a traceback of Ray.
     """
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    unit, sent = Unit.model_validate_json(row["unit"]), b""
+    unit = Unit.model_validate_json(row["unit"])
     try:
         if other_hosts:  # on the command's own host the plan has looked at every file
             _refuse_missing(unit)
@@ -145,10 +141,10 @@ def work_on(
             needs = decoded(row["needs"], unit.name)
             with store.staging_dir(shared or {}, needs) as place:
                 sidecar = write(unit, place)
-                sent = encoded(store.send_written(stage, unit.name, place, needs))
+                store.send_written(place, needs)
     except (OSError, ShardError) as error:  # others are our bugs, whose traceback is needed
-        return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
-    return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
+        return {"sidecar": "", "problem": f"unit {unit.name}: {error}"}
+    return {"sidecar": sidecar.model_dump_json(), "problem": ""}
 
 
 def _refuse_missing(unit: Unit) -> None:
@@ -179,7 +175,7 @@ class Progress(Watcher):
         stage: name of the stage, for the bar and the lines.
         total_bytes: input bytes of all units.
         done: sidecars of units that were finished before this run.
-        rows: noun of the rows, for the bar.
+        rows: noun of the rows.
     """
 
     def __init__(self, folder: Path, stage: Stage, total_bytes: int, done: list[Sidecar], rows: str) -> None:
@@ -195,7 +191,7 @@ class Progress(Watcher):
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
-        self._started, self._before = time.monotonic(), self._bar.n
+        self._started, self._before = time.monotonic(), self._bar.n  # the rate is that of this run alone
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
         (folder / HEARTBEATS).mkdir()
         for sidecar in done:
@@ -216,7 +212,7 @@ class Progress(Watcher):
         """Shows the numbers of now."""
         with self._lock:
             now = self._numbers
-            for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
+            for path in (self._folder / HEARTBEATS).glob("[0-9]*"):  # not a file that is being written: .*.tmp
                 if path.name not in self._finished:
                     with contextlib.suppress(OSError, ValueError):  # just removed
                         now = [before + more for before, more in zip(now, json.loads(path.read_bytes()), strict=True)]

@@ -1,20 +1,18 @@
 """The output of a preparation in an object store, and the opening of an output in either place.
 
 The store is all that the command and its tasks on any host share. It has the layout of an output folder. An object
-store has no rename, so a list of the files of a unit, with their checksums, is written after them
-(`sent/STAGE/UNIT.json`). A unit without such a list, or whose files do not have the sizes in it, is not finished. The
-whole output is complete when `.files.json` exists, which is written last, after the manifest
-(src/declutr/common/stores/folder.py); `sent/` and `candidates/` are removed then.
+store has no rename, so the sidecar of a unit, which lists its files with their checksums, is sent after them. A unit
+without a sidecar, or whose files do not have the sizes in it, is not finished. The whole output is complete when
+`.files.json` exists, which is written last, after the manifest (src/declutr/common/stores/folder.py); `sent/`, with the
+list of the files that all units share, and `candidates/` are removed then.
 """
 
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,22 +28,22 @@ from declutr.common.paths import expand
 from declutr.common.storage import LISTING, FileRecord, Files, decoded, encoded, record_of
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.copies import PLAN
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
+from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.output import PROGRESS, Output, PreparePlan, Stage
-from declutr.pipeline.job.units import Unit, matching_sidecar
+from declutr.pipeline.job.units import UNITS, Unit, load_sidecar, matching_sidecar, sidecar_path, write_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
-from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
+from declutr.pipeline.shards.ledger import REJECTED, LedgerFile
+from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Shard, Sidecar
 
-_SENT = "sent"  # folder in the output for the lists of finished units
-_SHARED = ("shared", "files")  # key of the files that all units share, among those of (stage, unit)
+_SENT = "sent"
+_SHARED = f"{_SENT}/shared/files.json"  # the list of the tokenizer and of the index of evaluation sets
 _SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
-_OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
 _HELD, _COPIES, _TASKS = ".held", "copies", "tasks"
-_THREADS = 16
 _SWEEP_SECONDS = 30.0
 
 
@@ -65,19 +63,14 @@ class OutputStore:
         """Folder of this host for files of this output."""
         return expand(self.cache).absolute() / short_name(self.remote.url)
 
-    def send(self, stage: str, unit: str, folder: Path, names: Sequence[str]) -> Files:
-        """Sends the files of a finished unit, then their list."""
-        sent = self.remote.put_all(folder, names)
-        # Last: a store has no rename, so the list makes the files count.
-        self.remote.put(f"{_SENT}/{stage}/{unit}.json", encoded(sent))
-        return sent
-
-    def send_written(self, stage: str, unit: str, folder: Path, fetched: Mapping[str, FileRecord]) -> Files:
-        """Sends what a task has written to its staging folder."""
+    def send_written(self, folder: Path, fetched: Mapping[str, FileRecord]) -> None:
+        """Sends what a task has written to its staging folder, the sidecar last."""
+        # Links lead to shared files.
         files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        return self.send(
-            stage, unit, folder, sorted({path.relative_to(folder).as_posix() for path in files} - fetched.keys())
-        )
+        names = {path.relative_to(folder).as_posix() for path in files} - fetched.keys()  # the store has those
+        # A store has no rename, so the sidecar makes the other files count.
+        for name in sorted(names, key=lambda name: (Path(name).parent.name == UNITS, name)):
+            self.remote.put(name, folder / name)
 
     def host_keys(self, files: Files) -> Path:
         """This host's copy of the keys of all units, by name in the candidates; fetched at the first use.
@@ -135,8 +128,8 @@ class StoredOutput(Output):
         super().__init__(store.remote.url, folder, duplicates, session)
         self.store, self.remote, self.name = store, store.remote, store.remote.url
         self._sizes: dict[str, int] = {}
-        self._files: dict[tuple[str, str], Files] = {}
-        """Files of finished units by stage and unit."""
+        self._shared: Files = {}
+        """The tokenizer and the index of evaluation sets."""
         self._listing: Files | None = None
 
     def names(self) -> list[str]:
@@ -172,43 +165,22 @@ class StoredOutput(Output):
         Raises:
             AlteredError: a list is damaged.
         """
-        self._sizes, self._files = self.remote.sizes(), {}
-        lists = [name for name in self._sizes if name.startswith(f"{_SENT}/")]
-        with ThreadPoolExecutor(_THREADS) as pool:  # one small object a unit, and each request waits for the network
-            for name, raw in zip(lists, pool.map(self.remote.read, lists), strict=True):
-                files = decoded(raw, self.remote.at(name)) if raw else {}
-                if files and self._has(files):
-                    self._files[Path(name).parent.name, Path(name).stem] = files
+        self._sizes = self.remote.sizes()
         self._listing = self.remote.listing() if LISTING in self._sizes else None
-        for key, files in self._listed_units():
-            if self._has(files):
-                self._files.setdefault(key, files)
-        for name in _SINGLE:
-            if name == DUPLICATES and (self.folder / name).exists():  # it never changes, and may be large
-                continue
-            if name in self._sizes and (name != MANIFEST or self._listing is not None):
-                self.remote.pull(name, self.folder / name)
-        missing = {
-            name: record
-            for key, files in self._files.items()
-            for name, record in files.items()
-            if key == _SHARED or Path(name).parent.name == "units"
-            if not (self.folder / name).exists() or record_of(self.folder / name) != record
-        }
+        shared = self._listing or {}
+        if raw := self.remote.read(_SHARED) if _SHARED in self._sizes else None:
+            shared = decoded(raw, self.remote.at(_SHARED))
+        shared = {name: shared[name] for name in shared if name == INDEX or name.startswith(f"{TOKENIZER}/")}
+        self._shared = shared if self._has(shared) else {}
+        small = {name for name in self._sizes if name in _SINGLE or Path(name).parent.name == UNITS}
+        small -= {DUPLICATES} if (self.folder / DUPLICATES).exists() else set()  # it never changes, and may be large
+        # Does not count before the list, which is sent after it.
+        small -= {MANIFEST} if self._listing is None else set()
+        missing = dict[str, FileRecord | None](dict.fromkeys(small))
+        for name, record in self._shared.items():
+            if not (self.folder / name).exists() or record_of(self.folder / name) != record:
+                missing[name] = record
         self.remote.fetch_all(missing, self.folder)
-
-    def _listed_units(self) -> list[tuple[tuple[str, str], Files]]:
-        """The files of a complete output by stage and unit, because `sent/` is removed when it is complete."""
-        units: dict[tuple[str, str], Files] = {}
-        for name, record in (self._listing or {}).items():
-            if match := _OF_UNIT.fullmatch(name):
-                units.setdefault((self._last_stage(), match[1]), {})[name] = record
-            elif name == INDEX or name.startswith(f"{TOKENIZER}/"):
-                units.setdefault(_SHARED, {})[name] = record
-        return list(units.items())
-
-    def _last_stage(self) -> str:
-        return "select" if self.duplicates.enabled else "prepare"
 
     def write_plan(self, plan: PreparePlan) -> None:
         """Sends the plan unless the store has one."""
@@ -220,25 +192,44 @@ class StoredOutput(Output):
         """Sends the tokenizer and the index of evaluation sets, unless the store has them."""
         names = [path.relative_to(self.folder).as_posix() for path in sorted((self.folder / TOKENIZER).glob("*"))]
         names += [INDEX] if (self.folder / INDEX).exists() else []
-        if _SHARED not in self._files:
-            self._files[_SHARED] = self.store.send(*_SHARED, self.folder, names)
+        if not self._shared:
+            self._shared = self.remote.put_all(self.folder, names)
+            self.remote.put(_SHARED, encoded(self._shared))
 
     def finished_sidecar(self, unit: Unit, stage: Stage, settings_hash: str) -> Sidecar | None:
-        """The sidecar of a unit that a stage has finished; `refresh` fetches only sidecars of units with all files."""
-        return matching_sidecar(unit, self.stage_folder(stage), settings_hash)
+        """The sidecar of a unit that a stage has finished: same input, same settings, all files present; else None."""
+        sidecar = matching_sidecar(unit, self.stage_folder(stage), settings_hash)
+        # The list of a complete output names the other files of a unit of an earlier version, but not its candidates.
+        listed = self._listing is not None and self.stage_folder(stage) == self.folder
+        if sidecar is None or (sidecar.others is None and not listed):
+            return None
+        return sidecar if self._has(self._files_of(stage, sidecar)) else None
 
-    def add(self, stage: str, unit: str, files: Files) -> None:
-        """Records the files of a unit that a task has sent."""
-        self._files[stage, unit] = files
+    def add(self, stage: Stage, sidecar: Sidecar) -> None:
+        """Records a unit whose files a task has sent."""
+        write_sidecar(self.stage_folder(stage), sidecar)
 
-    def shared_files(self, stage: str) -> Files:
+    def shared_files(self, stage: Stage) -> Files:
         """The tokenizer and the index of evaluation sets; to select, also the list of duplicates."""
         select = {DUPLICATES: record_of(self.folder / DUPLICATES)} if stage == "select" else {}
-        return self._files[_SHARED] | select
+        return self._shared | select
 
-    def files_of(self, stage: str, unit: str) -> Files:
+    def needed_files(self, stage: Stage, unit: str) -> Files:
         """The candidates of a unit, to select from."""
-        return self._files["prepare", unit] if stage == "select" else {}
+        sidecar = load_sidecar(self.folder / CANDIDATES, unit) if stage == "select" else None
+        return self._files_of("prepare", sidecar) if sidecar else {}
+
+    def _files_of(self, stage: Stage, sidecar: Sidecar) -> Files:
+        """The files of a unit by name in the output."""
+        folder = self.stage_folder(stage)
+        main: list[Shard | LedgerFile] = [*sidecar.shards, sidecar.ledger]
+        files = {file.name: FileRecord(file.sha256, file.num_bytes) for file in main}
+        rejected = f"{REJECTED}/{sidecar.unit}.jsonl.gz"
+        files |= {name: FileRecord(*facts) for name, facts in (sidecar.others or {}).items()}
+        if sidecar.others is None and rejected in (self._listing or {}):
+            files[rejected] = (self._listing or {})[rejected]
+        files[f"{UNITS}/{sidecar.unit}.json"] = record_of(sidecar_path(folder, sidecar.unit))
+        return {(folder / name).relative_to(self.folder).as_posix(): record for name, record in files.items()}
 
     def find_duplicates(self, units: list[str], labels: list[str] | None) -> None:
         """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
@@ -248,9 +239,8 @@ class StoredOutput(Output):
         """
         names = {
             name.removeprefix(f"{CANDIDATES}/"): record
-            for (stage, _), files in self._files.items()
-            if stage == "prepare"
-            for name, record in files.items()
+            for unit in units
+            for name, record in self.needed_files("select", unit).items()
             if name.startswith(f"{CANDIDATES}/keys/")
         }
         host_keys = partial(self.store.host_keys, names)
@@ -260,10 +250,11 @@ class StoredOutput(Output):
 
     def complete(self) -> None:
         """Sends the manifest and then the list of all files, and removes what only the work needed."""
-        last = (self._last_stage(), _SHARED[0])
-        files = {name: record for key, sent in self._files.items() if key[0] in last for name, record in sent.items()}
+        files = (self._listing or {}) | self._shared
+        for path in (self.folder / UNITS).iterdir():
+            files |= self._files_of("select", Sidecar.model_validate_json(path.read_bytes()))
         files |= self.remote.put_all(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
-        self.remote.commit(dict(sorted(files.items())))
+        self.remote.commit(dict(sorted(files.items())))  # sorted, as iterdir has the file system's order
         try:
             self._clear()
             self.store.sweep()
@@ -285,37 +276,35 @@ class StoredOutput(Output):
 
 
 @contextlib.contextmanager
-def open_output(
-    setting: str, duplicates: DuplicatesConfig, session: SessionConfig, cache: str, storage_retry_seconds: float
-) -> Iterator[Output]:
-    """The output that the settings of these names give, for one command; `setting` is `output`.
+def open_output(config: PipelineConfig) -> Iterator[Output]:
+    """The output that the settings give, for one command.
 
     Raises:
         RemoteError: the store refuses, or did not answer in time.
         ConfigError: `cache` cannot be written.
     """
-    if not is_remote(setting):
-        yield Output(setting, expand(setting).absolute(), duplicates, session)
+    if not is_remote(config.output):
+        yield Output(config.output, expand(config.output).absolute(), config.duplicates, config.session)
         return
     try:
-        store = OutputStore(Folder(setting, RetryPolicy(storage_retry_seconds)), cache)
+        store = OutputStore(Folder(config.output, config.storage_retry_seconds), config.cache)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
     except UsageError as error:
         raise ConfigError("prepare", [f"cache: {error}"]) from error
     except OSError as error:
-        problem = f"cache = {cache}: {error.strerror}; name a folder of this host that can be written"
+        problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
         raise ConfigError("prepare", [problem]) from error
     for left in store.cache_dir.glob("command-*"):
         # Of a killed command, whose lock the kernel has released.
         with contextlib.suppress(OSError), (left / _HELD).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError while its command lives
             shutil.rmtree(left, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,
         Path(name, _HELD).open("w") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        output = StoredOutput(store, Path(name), duplicates, session)
+        output = StoredOutput(store, Path(name), config.duplicates, config.session)
         output.refresh()
         yield output
     with contextlib.suppress(OSError):  # other files of this output are left

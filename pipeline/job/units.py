@@ -4,20 +4,20 @@ They depend only on the inputs and the configuration, not on the workers.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict
 from declutr.common.errors import missing_extra
-from declutr.common.storage import hash_file, hash_json, write_text
+from declutr.common.storage import hash_file, hash_json, record_of, write_text
 from declutr.pipeline.config import PipelineConfig, config_hash
 from declutr.pipeline.media.media_rows import blob_rules, document_texts, media_rows
 from declutr.pipeline.readers.corpus import (
@@ -50,7 +50,17 @@ from declutr.pipeline.shards.content import (
     Layout,
     keys_of,
 )
-from declutr.pipeline.shards.ledger import Counts, Entry, LedgerFile, LedgerWriter, LossCounter, Losses, rejected_writer
+from declutr.pipeline.shards.ledger import (
+    REJECTED,
+    Counts,
+    Entry,
+    LedgerFile,
+    LedgerWriter,
+    LossCounter,
+    Losses,
+    rejected_writer,
+    sum_counts,
+)
 from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Shard, Sidecar
 from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.writer import ShardWriter, media_schema, shard_schema
@@ -60,6 +70,8 @@ from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()
 MOST_UNITS = 65_536
+UNITS = "units"
+"""Folder of the sidecars in the output folder."""
 
 
 class Unit(Strict):
@@ -110,9 +122,6 @@ class UnitReader(Iterator[Record]):
             records = document_texts(records, rules) if rules and rules.documents else records
             self._records = records if content.kind == "documents" else rows(records, content)
 
-    def __iter__(self) -> "UnitReader":
-        return self
-
     def __next__(self) -> Record:
         try:
             return next(self._records)
@@ -122,8 +131,9 @@ class UnitReader(Iterator[Record]):
     @property
     def bytes_read(self) -> int:
         """Input bytes (compressed if the input is) from 0 to the unit's `num_bytes`, slightly ahead of the records."""
+        # A chunk can reach beyond its part.
         now = self._done + min(self._part_bytes, max(0, int(self._meter.measure())))
-        self._max_bytes_read = max(self._max_bytes_read, now)
+        self._max_bytes_read = max(self._max_bytes_read, now)  # `unread` moves a stream back
         return self._max_bytes_read
 
     @property
@@ -220,11 +230,7 @@ def input_state_read(unit: Unit) -> InputState | None:
 
 
 def check_unchanged(unit: Unit) -> None:
-    """Check that the files of a unit are as when it was planned by `with_file_states`.
-
-    Raises:
-        OSError: a file was changed after planning. (A missing file is already counted as a failure.)
-    """
+    """Checks, as `input_state_read`, that the files of a unit are as when it was planned."""
     now = read_file_states(unit.parts)
     for part in unit.parts:
         if now[part.path] is not None and now[part.path] != unit.file_states[part.path]:
@@ -234,35 +240,6 @@ def check_unchanged(unit: Unit) -> None:
 def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> UnitReader:
     """Every row and failure of a unit, in order."""
     return UnitReader(unit, corpus, content)
-
-
-@dataclass
-class RunningCounts:
-    """Counts of the documents read so far."""
-
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    text_bytes: int = 0
-    longest_tokens: int = 0
-    unknown_tokens: int = 0
-    labels: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, entry: Entry, kept: bool) -> None:
-        """Counts one more document; one without an id could not be read."""
-        self.read += 1
-        self.kept += kept
-        if not kept:
-            (self.failed if entry.id is None else self.dropped)[entry.status] += 1
-        self.text_bytes += entry.text_bytes
-        self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
-
-    def counts(self) -> Counts:
-        """The counts, sorted by reason."""
-        by_reason = ("dropped", "failed", "labels", "notes")
-        return Counts(**(vars(self) | {name: dict(sorted(getattr(self, name).items())) for name in by_reason}))
 
 
 class UnitWriter(ExitStack):
@@ -283,7 +260,7 @@ class UnitWriter(ExitStack):
         self._rejected = rejected_writer(folder, unit.name, config.write_rejected)
         self._failures: list[ReadFailure] = []
         self._unk_id = tokenizer.unk_token_id if tokenizer else None
-        self.running = RunningCounts()
+        self.running = Counts()
         self.conflict: str | None = None
         """An example of a copy whose label differs from that of the kept row."""
 
@@ -332,8 +309,9 @@ class UnitWriter(ExitStack):
         Raises:
             ShardError: the counts do not balance.
         """
-        counts = self.running.counts()
+        counts = sum_counts([self.running])
         counts.check(f"unit {self._unit.name}")
+        others = [f"{REJECTED}/{self._unit.name}.jsonl.gz", f"keys/{self._unit.name}.arrow"]
         sidecar = Sidecar(
             unit=self._unit.name,
             unit_hash=hash_unit(self._unit),
@@ -346,15 +324,20 @@ class UnitWriter(ExitStack):
             ledger=self._ledger.result(),
             input_state=input_state,
             conflict=self.conflict,
+            others={name: astuple(record_of(self._folder / name)) for name in others if (self._folder / name).exists()},
         )
-        # After all files: it makes the unit count.
-        write_text(sidecar_path(self._folder, self._unit.name), sidecar.model_dump_json(indent=1) + "\n")
+        write_sidecar(self._folder, sidecar)  # after all files: it makes the unit count
         return sidecar
 
 
 def sidecar_path(folder: Path, unit: str) -> Path:
     """Path of a unit's sidecar."""
-    return folder / "units" / f"{unit}.json"
+    return folder / UNITS / f"{unit}.json"
+
+
+def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
+    """Writes a sidecar to an output folder, or to that of candidates."""
+    write_text(sidecar_path(folder, sidecar.unit), sidecar.model_dump_json(indent=1) + "\n")
 
 
 def load_sidecar(folder: Path, unit: str) -> Sidecar | None:

@@ -7,7 +7,6 @@ import contextlib
 import gzip
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +30,7 @@ from declutr.pipeline.job.units import Unit, UnitWriter, input_state_read, load_
 from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
 from declutr.pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.shards.content import NO_LABEL, AnyContent, Layout
-from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_entries
+from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_entries, sum_counts
 from declutr.pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar, Split
 from declutr.pipeline.shards.media import Clip, Image, Media, lists, media_rows
 from declutr.pipeline.shards.windows import EMPTY, drop_reason
@@ -43,8 +42,6 @@ BEAT_SECONDS = 2.0
 CANDIDATES = "candidates"
 """Folder in the output folder for the files of units before duplicates are found."""
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
-RARE_LABEL = "rare_label"
-"""Reason of a row whose label is not among the `content.max_labels` most frequent."""
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 
@@ -110,7 +107,7 @@ def write_unit(
                     labels += [content.label] if isinstance(content, Image | Clip) and content.label else []
             # A compressed file of any size is one unit. Only the command's host and a shared folder have `beats`.
             if beats and time.monotonic() - last_beat >= BEAT_SECONDS and beats.is_dir():
-                last_beat, counts = time.monotonic(), writer.running.counts()
+                last_beat, counts = time.monotonic(), writer.running
                 # a full disk ends the unit where it writes what matters
                 with contextlib.suppress(OSError), atomic_file(beats / unit.name) as path:
                     path.write_text(json.dumps([reader.bytes_read, counts.read, counts.kept]))
@@ -154,7 +151,7 @@ def decide_records(
                 reason = drop_reason(len(tokens), config.geometry, config.short_documents)
                 layout = None
             else:
-                reason = None if all(map(len, texts)) else EMPTY
+                reason = None if all(map(len, texts)) else EMPTY  # two texts may not start at one place
                 starts = np.cumsum([0, *map(len, texts[:-1])]).astype(np.int32)
                 layout = Layout(starts, np.array(decision.labels, np.int8))
             entry = replace(decision.entry, num_tokens=len(tokens), status=reason or split)
@@ -176,10 +173,6 @@ def _decide_media(record: Record, draw: Callable[[Sequence[bytes]], list[Split]]
         media, [split] = record.media, draw([record.id])
         notes = ", ".join(record.notes) or None
         return Decision(Entry(record.id, *place, record.num_bytes, media.size, None, split, None, notes)), media
-    if isinstance(record, RejectedMedia):
-        return Decision(
-            Entry(record.id, *place, record.num_bytes, None, None, record.reason, None, record.detail)
-        ), None
     unread = _decide_unread(record)
     assert unread is not None
     return unread, None
@@ -190,6 +183,8 @@ def _decide_unread(record: Record) -> Decision | None:
     place = record.source, record.offset
     if isinstance(record, ReadFailure):
         return Decision(Entry(None, *place, 0, None, None, record.reason, None, record.message))
+    if isinstance(record, RejectedMedia):
+        return Decision(Entry(record.id, *place, record.num_bytes, None, None, record.reason, None, record.detail))
     if isinstance(record, Rejected):
         raw = record.text.encode()
         return Decision(Entry(document_id(raw), *place, len(raw), None, None, record.reason, None, None), record.text)
@@ -233,9 +228,7 @@ def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> 
     limit = getattr(content, "max_labels", None)
     if limit is None:
         return None
-    counted: Counter[str] = Counter()
-    for sidecar in candidates:
-        counted.update(sidecar.counts.labels)
+    counted = sum_counts([sidecar.counts for sidecar in candidates]).labels
     # Ties by name, or the units' order would decide.
     return sorted(counted, key=lambda label: (-counted[label], label))[:limit]
 
@@ -267,7 +260,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                     detail += f", label {copy.kept_label!r} there, {media.label!r} here"
                     writer.conflict = writer.conflict or f"{entry.source!r}: {detail}"
             elif media is not None and labels is not None and media.label not in labels:
-                status, detail = RARE_LABEL, f"label {media.label!r} is not one of the {len(labels)} most frequent"
+                status, detail = "rare_label", f"label {media.label!r} is not one of the {len(labels)} most frequent"
             else:
                 writer.keep(entry, content, layout)
                 continue

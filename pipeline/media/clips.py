@@ -23,10 +23,7 @@ FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")  # formats of libsndfile that 
 MAX_RATE = 768_000
 MAX_CHANNELS = 64
 MAX_TERM = 192_000  # largest term of the ratio of two sample rates, in lowest terms
-SILENT = "silent"
 NOT_FINITE = "not_finite"
-CUT = "cut"
-RESAMPLED = "resampled"
 _BLOCK_FRAMES = 1 << 16
 _PREEMPHASIS = 0.97
 LOWEST_ENERGY = 1.192092955078125e-07  # energy of silence in a frame
@@ -37,7 +34,6 @@ _UNKNOWN_BYTES = 0x7FFF_0000
 
 # Length that libsndfile gives if a header has none, as in a FLAC file whose writer did not know it.
 _UNKNOWN_FRAMES = 2**63 - 1
-SEVERAL_STREAMS = "several_streams"
 _CAPTURE = b"OggS"
 _HEADER_BYTES = 27
 _FIRST, _LAST = 2, 4  # flags of the first and the last page of a stream
@@ -61,11 +57,11 @@ def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
     if len(mono) == 0:
         raise UnsuitableError(EMPTY, "it has no samples")
     if (mono == mono[0]).all():
-        raise UnsuitableError(SILENT, f"all {len(mono)} samples are {mono[0]:g}")
-    notes = [CUT] if was_cut else []
+        raise UnsuitableError("silent", f"all {len(mono)} samples are {mono[0]:g}")
+    notes = ["cut"] if was_cut else []
     if rate != content.sample_rate:
         mono = _resampled(mono, rate, content.sample_rate)
-        notes.append(RESAMPLED)
+        notes.append("resampled")
     frame_length, _ = frame_samples(content)
     if len(mono) < frame_length:
         raise UnsuitableError(TOO_SHORT, f"{len(mono)} samples, a frame has {frame_length}")
@@ -219,7 +215,7 @@ def check_ogg(data: bytes) -> None:
         at = data.find(_CAPTURE, end)
     if streams > 1:
         raise UndecodableError(
-            SEVERAL_STREAMS, f"the Ogg file has {streams} streams, of which one would be read; store each in a file"
+            "several_streams", f"the Ogg file has {streams} streams, of which one would be read; store each in a file"
         )
     if not flags & _LAST:
         raise UndecodableError("truncated", "the Ogg file has no last page")

@@ -4,7 +4,6 @@ A file of 30 bytes can decode to gigabytes, and one of a few megabytes can take 
 The kernel ends the process, so the bounds hold for every format and library, and no file harms the task that reads it.
 """
 
-import atexit
 import os
 import re
 import resource
@@ -13,13 +12,12 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 import msgspec
 import numpy as np
@@ -27,10 +25,8 @@ from pydantic import TypeAdapter
 
 from declutr.pipeline.readers.corpus import DOCUMENT_SUFFIXES, MIB
 from declutr.pipeline.shards.content import ImagesContent, MediaContent
-from declutr.pipeline.shards.media import Clip, Image, Media
+from declutr.pipeline.shards.media import Media
 
-TOO_MUCH_MEMORY = "too_much_memory"
-TOO_SLOW = "too_slow"
 _OUT_OF_MEMORY = 3  # exit status of a process that reached its limit of memory
 # Signals by which a decoder ends itself on a damaged file.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
@@ -65,8 +61,7 @@ def library_message(error: BaseException) -> str:
     return message[:_SHOWN_CHARACTERS]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(msgspec.Struct, frozen=True):
     """An image or clip as the shards hold it."""
 
     media: Media
@@ -88,36 +83,15 @@ class Limits:
 
 
 LIMITS = Limits()
-IMAGE, CLIP, TEXT, FAILED, UNSUITABLE = range(5)
+FAILED, UNSUITABLE = range(2)
 
 Answer = Decoded | str | tuple[int, str, str]
 """An image or clip; a text; or FAILED or UNSUITABLE, the reason, and a message."""
-# An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image, frames or text. It is no
-# pickle, which a decoder could misuse that a file has taken over.
-_Packed = tuple[int, bytes, tuple[int, int], list[str], bytes]
-
-
-def _pack(answer: Answer) -> _Packed:
-    if isinstance(answer, str):
-        return TEXT, b"", (0, 0), [], answer.encode("utf-8", "replace")
-    if not isinstance(answer, Decoded):
-        kind, *texts = answer
-        return kind, b"", (0, 0), [text.encode("utf-8", "backslashreplace").decode() for text in texts], b""
-    media, notes = answer.media, list(answer.notes)
-    if isinstance(media, Image):
-        return IMAGE, answer.id, (media.width, media.height), notes, media.png
-    return CLIP, answer.id, (media.frames.shape[0], media.frames.shape[1]), notes, media.frames.tobytes()
-
-
-def _unpack(packed: _Packed) -> Answer:
-    kind, identity, (width, height), texts, payload = packed
-    if kind in (FAILED, UNSUITABLE):
-        return kind, texts[0], texts[1]
-    if kind == TEXT:
-        return payload.decode()
-    if kind == IMAGE:
-        return Decoded(Image(payload, width, height, ""), identity, tuple(texts))
-    return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, tuple(texts))
+# Answers travel as msgpack: a decoder that a file has taken over could misuse pickle.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda frames: (frames.shape, frames.tobytes()))
+_DECODER = msgspec.msgpack.Decoder(
+    list[Answer], dec_hook=lambda _, frames: np.frombuffer(frames[1], np.float32).reshape(frames[0])
+)
 
 
 def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers_file: str) -> None:
@@ -132,18 +106,25 @@ def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers
     while True:
         try:
             content, files = msgspec.msgpack.decode(batches.recv_bytes(), type=tuple[str, list[bytes]])
-        except EOFError:
+        except EOFError:  # the parent has ended
             return
         if content not in decoders:  # memory and time of the libraries do not count
             decoders |= _decoders(content)
             _limit_memory(int(memory_mib))
         try:
-            packed = []
+            batch = list[Answer]()
             for data in files:
                 signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # SIGPROF ends this process
-                packed.append(_pack(_answer(decoders[content], data)))
+                try:
+                    answer = decoders[content](data)
+                    batch.append(answer.encode("utf-8", "replace").decode() if isinstance(answer, str) else answer)
+                except UndecodableError as error:
+                    kind = UNSUITABLE if isinstance(error, UnsuitableError) else FAILED
+                    batch.append((kind, error.reason, str(error).encode("utf-8", "backslashreplace").decode()))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            answers.send_bytes(msgspec.msgpack.encode(packed))
+            answers.send_bytes(_ENCODER.encode(batch))
+        except BrokenPipeError:  # the parent ended while it waited for these answers
+            return
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
 
@@ -164,21 +145,16 @@ def _decoders(key: str) -> dict[str, Callable[[bytes], Decoded | str]]:
         return {kind: partial(extracted, kind=kind) for kind in DOCUMENT_SUFFIXES.values()}
     content: MediaContent = TypeAdapter(MediaContent).validate_json(key)
     if isinstance(content, ImagesContent):
-        from declutr.pipeline.media.images import decode_image, load_formats
+        from PIL import Image as Pillow
 
-        load_formats()
+        from declutr.pipeline.media.images import decode_image
+
+        Pillow.init()  # loads what every format needs
         return {key: partial(decode_image, content=content, label="")}
     from declutr.pipeline.media.clips import decode_clip, load_libraries
 
     load_libraries(content)
     return {key: partial(decode_clip, content=content, label="")}
-
-
-def _answer(decode: Callable[[bytes], Decoded | str], data: bytes) -> Answer:
-    try:
-        return decode(data)
-    except UndecodableError as error:
-        return UNSUITABLE if isinstance(error, UnsuitableError) else FAILED, error.reason, str(error)
 
 
 class _Child:
@@ -198,25 +174,32 @@ class _Child:
         batches.close()
         answers.close()
         self.is_new = True
+        self.batch: Sequence[bytes] | None = None
+        """The batch with the files whose answers are awaited."""
 
-    def send(self, content: str, files: Sequence[bytes]) -> None:
-        """Starts to decode a batch. If the process has ended, `receive` finds out."""
-        with suppress(BrokenPipeError):
-            self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
+    def answer(self, content: str, files: Sequence[bytes], batch: Sequence[bytes]) -> list[Answer] | None:
+        """The answers to files of a batch; None if the process ended before it had sent them.
 
-    def receive(self) -> list[Answer] | None:
-        """The answers to the batch; None if the process ended before."""
+        Raises:
+            InterruptedError: the batch was abandoned.
+        """
+        self.batch = batch
         try:
-            packed = msgspec.msgpack.decode(self._answers.recv_bytes(), type=list[_Packed])
-        except (EOFError, OSError):  # OSError: it ended while it sent them
+            self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
+            answers = _DECODER.decode(self._answers.recv_bytes())
+        except (EOFError, OSError) as error:
+            if not batch:
+                raise InterruptedError("the batch was abandoned") from error
             return None
-        self.is_new = False
-        return [_unpack(answer) for answer in packed]
+        self.is_new, self.batch = False, None
+        return answers
 
-    def end(self, *, ending: bool = False) -> int:
-        """Ends the process, or waits for the end of one whose answers have ended; returns its exit status."""
-        if not ending:
-            self._process.kill()
+    def kill(self) -> None:
+        """Ends the process at once, whatever it does."""
+        self._process.kill()
+
+    def end(self) -> int:
+        """Waits for the end of a process whose answers have ended; returns its exit status."""
         try:
             status = self._process.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
@@ -227,87 +210,62 @@ class _Child:
         return status
 
 
-_idle: dict[Limits, list[_Child]] = {}  # processes that wait for the next decoder; a start takes 0.3 s of the processor
+_children: dict[Limits, _Child] = {}  # each waits for the next files, because a start takes 0.3 s of the processor
+_turns = Lock()  # a process answers one batch at a time
 
 
-@atexit.register
-def _end_idle() -> None:
-    for child in (child for children in _idle.values() for child in children):
-        child.end()
+def decode(content: MediaContent | str, files: Sequence[bytes], limits: Limits) -> list[Answer]:
+    """The answer for each image, clip or html, docx or pdf file (`content` is then its kind), in order, without labels.
 
-
-class Decoder:
-    """A decoder of images, clips or html, docx or pdf files (`content` is their kind), batch by batch; a context.
-
-    This process can do other work between `send` and `answers`.
+    Raises:
+        OSError: the process was killed from outside, or cannot start.
+        InterruptedError: the batch was abandoned.
     """
+    key = content if isinstance(content, str) else content.model_dump_json()
+    with _turns:
+        try:
+            answers = _child(limits).answer(key, files, files) if files else []
+            if answers is None:  # one of the files has ended the process
+                _children.pop(limits).end()
+                answers = [_alone(key, data, files, limits) for data in files]
+        except BaseException:  # a signal can come between a batch and its answers, which the next batch would get
+            if child := _children.pop(limits, None):
+                child.kill()
+                child.end()
+            raise
+    return answers
 
-    def __init__(self, content: MediaContent | str, limits: Limits) -> None:
-        self._content = content if isinstance(content, str) else content.model_dump_json()
-        self._limits = limits
-        self._files: Sequence[bytes] = ()
-        self._child: _Child | None = None
 
-    def __enter__(self) -> "Decoder":
-        return self
+def abandon(batch: list[bytes]) -> None:
+    """Ends the decoding of a batch for whose answers nobody waits any more, and empties it: it can take minutes."""
+    batch.clear()  # first, for a thread that has not yet sent it
+    for child in tuple(_children.values()):
+        if child.batch is batch:
+            child.kill()
 
-    def __exit__(self, *_: Any) -> None:
-        if self._child is not None and self._files:  # its answers are not wanted any more
-            self._child.end()
-        elif self._child is not None:
-            _idle.setdefault(self._limits, []).append(self._child)
-        self._child = None
 
-    def send(self, files: Sequence[bytes]) -> None:
-        """Starts to decode the bytes of files."""
-        self._files = files
-        if files:
-            self._started().send(self._content, files)
+def _child(limits: Limits) -> _Child:
+    if limits not in _children:
+        _children[limits] = _Child(limits)
+    return _children[limits]
 
-    def answers(self) -> list[Answer]:
-        """The answer for each file of the batch, in order, without labels.
 
-        Raises:
-            OSError: the process was killed from outside, or cannot start.
-        """
-        files, answers = self._files, list[Answer]()
-        if files:
-            received = self._started().receive()
-            if received is None:  # one of the files has ended the process
-                self._end()
-                received = [self._alone(data) for data in files]
-            answers = received
-        self._files = ()
-        return answers
+def _alone(content: str, data: bytes, batch: Sequence[bytes], limits: Limits) -> Answer:
+    """The answer for one file of a batch, or the failure of one that ends its process.
 
-    def _started(self) -> _Child:
-        if self._child is None:
-            idle = _idle.get(self._limits)
-            self._child = idle.pop() if idle else _Child(self._limits)
-        return self._child
-
-    def _end(self) -> int:
-        """The exit status of the process, which has ended."""
-        child, self._child = self._started(), None
-        return child.end(ending=True)
-
-    def _alone(self, data: bytes) -> Answer:
-        """The answer for one file, or the failure of one that ends its process.
-
-        Earlier files of a process must not decide, so such a file is tried again as the first of a new process.
-        """
-        while True:
-            child = self._started()
-            child.send(self._content, [data])
-            if answers := child.receive():
-                return answers[0]
-            is_new, status = child.is_new, self._end()
-            if status == -signal.SIGPROF:
-                return FAILED, TOO_SLOW, f"decoding it takes more than {self._limits.cpu_seconds:g} s of the processor"
-            if not is_new:
-                continue
-            if status == _OUT_OF_MEMORY:
-                return FAILED, TOO_MUCH_MEMORY, f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
-            if -status in _CRASHES:
-                return FAILED, "undecodable", f"its decoder ended with {signal.Signals(-status).name}"
-            raise OSError(f"the process that decodes files ended with status {status}; is memory short?")
+    Earlier files of a process must not decide, so such a file is tried again as the first of a new process.
+    """
+    while True:
+        child = _child(limits)
+        if answers := child.answer(content, [data], batch):
+            return answers[0]
+        status = _children.pop(limits).end()
+        if status == -signal.SIGPROF:
+            return FAILED, "too_slow", f"decoding it takes more than {limits.cpu_seconds:g} s of the processor"
+        if not child.is_new:
+            continue
+        if status == _OUT_OF_MEMORY:
+            return FAILED, "too_much_memory", f"decoding it takes more than {limits.memory_mib} MiB of memory"
+        if -status in _CRASHES:
+            return FAILED, "undecodable", f"its decoder ended with {signal.Signals(-status).name}"
+        raise OSError(f"the process that decodes files ended with status {status}; is memory short?")

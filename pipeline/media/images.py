@@ -20,10 +20,6 @@ from declutr.pipeline.shards.windows import EMPTY
 # Formats that are tried; Pillow's others include interpreters of documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_RATIO = 16  # a stored image is at most this many times `shortest_edge` long
-FIRST_FRAME = "first_frame"
-SMALLER = "smaller"
-BROKEN_EXIF = "broken_exif"
-TOO_ELONGATED = "too_elongated"
 
 # Errors that Pillow raises for damaged files.
 PILLOW_ERRORS = (
@@ -72,7 +68,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
         _check_size(opened.width, opened.height, content.shortest_edge)
         try:
             if getattr(opened, "is_animated", False):
-                notes.append(FIRST_FRAME)
+                notes.append("first_frame")
                 opened.seek(0)
             opened.load()
             image = _rgb(_upright(opened, notes))
@@ -80,7 +76,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
             raise _refused(error, "undecodable") from error
     del opened  # it would hold the pixels in their first form
     if (size := _stored_size(image.width, image.height, content.shortest_edge)) != image.size:
-        notes.append(SMALLER)
+        notes.append("smaller")
         image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
     pixels = image.tobytes()
     # A new image, because `save` would also store a colour profile and the like.
@@ -89,13 +85,6 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
     width, height = image.size
     identity = document_id(f"{width} x {height}\n".encode() + pixels)
     return Decoded(Image(stored.getvalue(), width, height, label), identity, tuple(sorted(notes)))
-
-
-def load_formats() -> None:
-    """Loads Pillow and what it needs for every format of FORMATS."""
-    from PIL import Image as Pillow
-
-    Pillow.init()
 
 
 def _stored_size(width: int, height: int, shortest_edge: int) -> tuple[int, int]:
@@ -117,7 +106,7 @@ def _check_size(width: int, height: int, shortest_edge: int) -> None:
         )
     if max(_stored_size(width, height, shortest_edge)) > MAX_RATIO * shortest_edge:
         raise UnsuitableError(
-            TOO_ELONGATED, f"{width} x {height} pixels; the longer side may have {MAX_RATIO} * content.shortest_edge"
+            "too_elongated", f"{width} x {height} pixels; the longer side may have {MAX_RATIO} * content.shortest_edge"
         )
 
 
@@ -129,7 +118,7 @@ def _upright(image: Any, notes: list[str]) -> Any:
         turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
         return ImageOps.exif_transpose(image) if turned else image
     except PILLOW_ERRORS:
-        notes.append(BROKEN_EXIF)
+        notes.append("broken_exif")
         return image
 
 
@@ -152,23 +141,19 @@ def _rgb(image: Any) -> Any:
 
 
 def _rgb_band(image: Any) -> Any:
-    """The image in RGB with 8 bits a channel."""
+    """The image in RGB with 8 bits a channel; 16-bit grey values are scaled."""
     from PIL import Image as Pillow
 
     if image.mode.startswith("I"):
-        return Pillow.fromarray(_narrowed(np.asarray(image)), "L").convert("RGB")
+        wide = np.asarray(image).astype(np.int64)
+        if wide.min() < 0 or wide.max() > _WIDE:
+            raise UndecodableError("undecodable", f"grey values {wide.min()} to {wide.max()}, not 0 to {_WIDE}")
+        narrow = ((wide * 255 + _WIDE // 2) // _WIDE).astype(np.uint8)
+        return Pillow.fromarray(narrow, "L").convert("RGB")
     if image.has_transparency_data:
         white = Pillow.new("RGBA", image.size, _WHITE)
         return Pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
-
-
-def _narrowed(values: np.ndarray) -> np.ndarray:
-    """16-bit grey values `(height, width)` scaled to uint8."""
-    wide = values.astype(np.int64)
-    if wide.min() < 0 or wide.max() > _WIDE:
-        raise UndecodableError("undecodable", f"grey values {wide.min()} to {wide.max()}, not 0 to {_WIDE}")
-    return ((wide * 255 + _WIDE // 2) // _WIDE).astype(np.uint8)
 
 
 def _refused(error: BaseException, reason: str) -> UndecodableError:

@@ -1,17 +1,20 @@
 """Rows of a corpus of images or clips with their labels, and texts of documents, from the blobs of its readers."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
+
+import msgspec
 
 from declutr.common.errors import missing_extra
-from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Decoder, Limits
+from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Limits, abandon, decode
 from declutr.pipeline.readers.blobs import document_kind
 from declutr.pipeline.readers.corpus import (
     Blob,
     BlobRules,
     Document,
-    ReadFailure,
     Record,
     Records,
     Rejected,
@@ -40,13 +43,15 @@ NO_LABEL = "no_label"
 MAX_CHARACTERS = 255  # longest label
 
 
-def label_of(blob: Blob, rule: LabelRule) -> str | ReadFailure:
-    """The label of an image or clip, "" without labels; its failure if it has none, or a very long one.
+def labelled(blob: Record, rule: LabelRule) -> Record:
+    """An image or clip with its label, "" without labels; its failure if it has none, or a very long one.
 
-    A label stored with it comes before the rule.
+    A label stored with it comes before the rule. Other records stay.
     """
+    if not isinstance(blob, Blob):
+        return blob
     if rule is None:
-        return ""
+        return replace(blob, label="")
     label = blob.label if blob.label is not None else _from_path(blob.source, rule)
     if not label:
         places = {FOLDER: "is in no folder", PARENT_FOLDER: "has no folder above its folder"}
@@ -56,7 +61,7 @@ def label_of(blob: Blob, rule: LabelRule) -> str | ReadFailure:
     if len(label) > MAX_CHARACTERS:
         message = f"a label of {len(label)} characters, at most {MAX_CHARACTERS} are possible"
         return failed("bad_label", blob.source, blob.offset, message)
-    return label
+    return replace(blob, label=label)
 
 
 _MEMBER = re.compile(r"\.(?:tar|tgz|txz|gz|xz|zstd?|bz2)!", re.IGNORECASE)  # the names of others may have a "!", too
@@ -115,15 +120,22 @@ def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS)
 
     A batch is decoded in another process while the rows of the batch before are used.
     """
-    with Decoder(content, limits) as decoder:
-        sent: list[Record] = []
-        for batch in batches(records, _size, _BATCH_BYTES, _BATCH_FILES):
-            labelled = [_labelled(record, content) for record in batch]
-            rows = _rows(sent, decoder.answers())
-            decoder.send([record.data for record in labelled if isinstance(record, Blob)])
-            sent = labelled
-            yield from rows
-        yield from _rows(sent, decoder.answers())
+    with ThreadPoolExecutor(1) as waiter:
+        sent, decoding = list[Record](), waiter.submit(list[Answer])  # before the first batch there are no answers
+        pieces = batches(
+            records, lambda record: len(record.data) if isinstance(record, Blob) else 0, _BATCH_BYTES, _BATCH_FILES
+        )
+        blobs = list[bytes]()
+        try:
+            for batch in chain(pieces, [list[Record]()]):  # the empty batch ends the last one
+                waiting = [labelled(record, content.label) for record in batch]
+                answers = iter(decoding.result())
+                rows = [_row(record, next(answers)) if isinstance(record, Blob) else record for record in sent]
+                blobs = [record.data for record in waiting if isinstance(record, Blob)]
+                sent, decoding = waiting, waiter.submit(decode, content, blobs, limits)
+                yield from rows
+        finally:
+            abandon(blobs)  # `waiter` would wait for it after an error, or where no more rows are wanted
 
 
 def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> Records:
@@ -134,39 +146,17 @@ def document_texts(records: Records, rules: Rules, limits: Limits = LIMITS) -> R
             continue
         if absent := missing_extra("documents", record.source):
             raise OSError(absent)  # not a failure to count: another host of the same preparation has the extra
-        with Decoder(kind, limits) as decoder:
-            decoder.send([record.data])
-            (answer,) = decoder.answers()
+        (answer,) = decode(kind, [record.data], limits)
         if isinstance(answer, str):
             yield from read_text_file(Body(ByteStream(BytesIO(answer.encode()).read), record.source, rules))
         elif isinstance(answer, tuple):
             yield failed(answer[1], record.source, 0, answer[2])
 
 
-def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
-    """The records with the answers for their images or clips."""
-    remaining = iter(answers)
-    return [_row(record, next(remaining)) if isinstance(record, Blob) else record for record in records]
-
-
-def _size(record: Record) -> int:
-    return len(record.data) if isinstance(record, Blob) else 0
-
-
-def _labelled(record: Record, content: MediaContent) -> Record:
-    """The record with its label; its failure if it has none."""
-    if not isinstance(record, Blob):
-        return record
-    label = label_of(record, content.label)
-    return replace(record, label=label) if isinstance(label, str) else label
-
-
 def _row(blob: Blob, answer: Answer) -> Record:
     """The row of an image or clip, or the reason why it forms none."""
     if isinstance(answer, Decoded):
-        media = answer.media
-        if blob.label:
-            media = replace(media, label=blob.label)
+        media = msgspec.structs.replace(answer.media, label=blob.label or "")
         return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
     assert not isinstance(answer, str)
     kind, reason, message = answer

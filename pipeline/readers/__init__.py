@@ -1,7 +1,7 @@
 """From a path to documents: iterators inside iterators. Bad data never stops one of them; it gives a failure record.
 
     planning.file_parts     corpus     -> Part     a stretch of a file, about a unit of text
-      inputs.find_inputs    path       -> Input    a file with its size; hub.hub_inputs: those of a dataset
+      inputs.find_inputs    path       -> Input    a file with its size; hub_inputs: those of a dataset
       planning._cut_file    Input      -> Part     by the head of the file, or its directory
     files.read_part         Part       -> Records  every document and failure, in order
       streams.open_input    path       -> bytes    of this machine, a store or another host

@@ -1,18 +1,25 @@
-"""Tar archives as streams: members are read one after the other, and nothing is written to disk."""
+"""Archives as streams: members of tar and records of WET and WARC, one after the other; nothing is written to disk.
+
+Of web pages, texts (`conversion`, as in Common Crawl's WET) are documents, pages failures.
+"""
 
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
+from declutr.pipeline.readers.corpus import Records, failed, unreadable
+from declutr.pipeline.readers.lines import MAX_HELD_BYTES, documents
+from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Body, ByteStream
 
 _MAX_HEADER_BYTES = 1 << 20  # largest name or extended header; only a broken or malicious archive has a longer one
 _MAX_NUMBER = 1 << 60  # largest number in a header, an exbibyte; a larger one means damage
-_MAX_DIGITS = 19
+_MAX_DIGITS = 19  # those of _MAX_NUMBER; `int` refuses more than 4,300
 # Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text.
 _SPARSE = b"GNU.sparse."
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
 _KINDS |= {b"0": "file", b"\0": "file", b"7": "file", b"5": "folder"}
+_MAX_WARC_HEADER_BYTES = 1 << 16
+_ENDS = (b"\r\n\r\n", b"\n\n")
 
 
 @dataclass(slots=True)
@@ -28,31 +35,24 @@ class Member:
     """The contents; read them before the next member is requested."""
 
 
-class _Contents:
-    """The next `size` bytes of a stream, and nothing beyond them."""
+def _contents(stream: ByteStream, size: int) -> ByteStream:
+    """The next `size` bytes of an archive, and nothing beyond them. Raises EOFError if the archive ends first."""
+    left = size
 
-    def __init__(self, stream: ByteStream, size: int) -> None:
-        self._stream = stream
-        self.left = size
-
-    def read(self, num_bytes: int) -> bytes:
-        """Returns some bytes; none at the end of the member.
-
-        Raises:
-            EOFError: the archive ends first.
-        """
-        if self.left == 0:
-            return b""
-        data = self._stream.read(min(num_bytes, self.left))
-        if not data:
-            raise EOFError(f"the archive ends {self.left} bytes before the end of this member")
-        self.left -= len(data)
+    def read(num_bytes: int) -> bytes:
+        nonlocal left
+        data = stream.read(min(num_bytes, left)) if left else b""
+        if left and not data:
+            raise EOFError(f"the archive ends {left} bytes before the end of this member")
+        left -= len(data)
         return data
+
+    return ByteStream(read)
 
 
 def is_tar(head: bytes) -> bool:
     """Returns True if the first header of a file has the magic of an archive."""
-    return head[257:262] == b"ustar"
+    return head[257:262] == b"ustar"  # GNU's magic has another sixth byte
 
 
 def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Iterator[Member]:
@@ -86,6 +86,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 return
             start = stream.position
             continue
+        # The sum counts its own field as spaces.
         if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise OSError("a damaged header (its checksum is wrong)")
         kind = header[156:157]
@@ -99,17 +100,19 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 sparse = sparse or _SPARSE in payload
             continue
         length = length if size is None else size  # pax has sizes above 8 GiB, which the octal field cannot
-        prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+        prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""  # GNU's headers have times there
         path = name if name is not None else f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
         member_kind = _KINDS.get(kind, f"of the unknown type {kind!r}")
-        if kind in (b"0", b"\0") and path.endswith("/"):
+        if kind in (b"0", b"\0") and path.endswith("/"):  # old archives have no kind for folders
             member_kind = "folder"
         more = kind == b"S" and header[482]  # the map of holes of a sparse file goes on in blocks behind its header
         while more:
             more = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
-        contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
-        end = stream.position + _padded(contents.left)
-        yield Member(path, "a sparse file" if sparse or kind == b"S" else member_kind, start, ByteStream(contents.read))
+        # A link can have its target's size, without the bytes.
+        length = 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length
+        end = stream.position + _padded(length)
+        member_kind = "a sparse file" if sparse or kind == b"S" else member_kind
+        yield Member(path, member_kind, start, _contents(stream, length))
         stream.skip(end - stream.position)  # what the reader of the member has left
         name = size = None
         sparse = False
@@ -121,7 +124,7 @@ def find_members(stream: ByteStream, key: Callable[[str], str] | None = None) ->
 
     With `key`, only the first of consecutive members with the same key of their names is listed.
     """
-    starts, ends = array("q"), [0]
+    starts, ends = array("q"), [0]  # 8 bytes a member; a list needs 40
     before: str | None = None
     try:
         for member in members(stream, 1 << 62, ends):
@@ -176,7 +179,8 @@ def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str |
     """Name and size from the records `LENGTH KEY=VALUE` of a pax header."""
     position = 0
     while position < len(payload):
-        digits, space, _ = payload[position : position + 20].partition(b" ")
+        digits, space, _ = payload[position : position + 20].partition(b" ")  # 19 digits and the space
+        # A record of 0 bytes would be read for ever.
         if not space or not digits.isdigit() or int(digits) <= len(digits) + 1:
             raise OSError("a damaged extended header")
         key, equals, value = payload[position + len(digits) + 1 : position + int(digits)].partition(b"=")
@@ -201,3 +205,41 @@ def _text(field: bytes) -> str:
 def _padded(size: int) -> int:
     """Size rounded up to whole blocks."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def read_wet(body: Body) -> Records:
+    """The text of every record of the type `conversion`; a page is a failure, and what describes others is left out.
+
+    The offset is that of the record. A damaged header loses the rest of the file.
+    """
+    stream, source = body.stream, body.source
+    offset = stream.position
+    try:
+        while head := stream.peek(_MAX_WARC_HEADER_BYTES):
+            offset = stream.position
+            mark = next((mark for mark in _ENDS if mark in head), None)
+            if not head.startswith(b"WARC/") or mark is None:
+                raise OSError("no header of a WARC record where one must be")
+            header, _, _ = head.partition(mark)
+            stream.skip(len(header) + len(mark))
+            lines = [line.partition(b":") for line in header.splitlines()[1:]]
+            fields = {name.strip().lower(): value.strip() for name, _, value in lines}
+            length, kind = fields.get(b"content-length", b""), fields.get(b"warc-type", b"").decode("latin-1")
+            if not length.isdigit() or len(length) > 18:  # 19 may not fit int64
+                raise OSError("a WARC record without its length")
+            if kind == "conversion" and int(length) <= MAX_HELD_BYTES:
+                text = stream.read_whole(int(length))
+                if len(text) < int(length):
+                    raise EOFError(f"the file ends {int(length) - len(text)} bytes before the end of a record")
+                yield from documents(text, source, offset, body.rules.max_bytes)
+            else:
+                stream.skip(int(length))
+                if kind == "conversion":
+                    yield failed("too_large", source, offset, f"a text of more than {MAX_HELD_BYTES >> 20} MiB")
+                elif kind in ("response", "resource"):
+                    message = f"a WARC record of type {kind} is a page as it was sent; WET files hold texts"
+                    yield failed("unknown_format", source, offset, message)
+            while stream.peek(1) in (b"\r", b"\n"):
+                stream.skip(1)
+    except READ_ERRORS as error:
+        yield unreadable(error, source, offset)

@@ -4,31 +4,25 @@ They are read as the bytes of their files; pipeline/media decodes them. Images a
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import groupby
 
 from declutr.pipeline.readers.corpus import (
     DOCUMENT_SUFFIXES,
     MIB,
     Blob,
-    BlobRules,
     Document,
-    Record,
+    ReadFailure,
     Records,
     Rejected,
     bare_suffix,
     failed,
-    unreadable,
 )
-from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Body
+from declutr.pipeline.readers.streams import BLOCK_BYTES, Body, bounded_content
 
-OTHER_FILE = "other_file"
-"""Reason of a member of an archive that is neither an image or clip nor a label."""
 LABEL_ALONE = "label_alone"
 """Reason of a label without an image or clip next to it."""
-_LABEL_SUFFIX = ".cls"
+LABEL_SUFFIX = ".cls"
 _LABEL_BYTES = 1024
-
-BlobFormat = Literal["blob", "label", "parquet", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +30,12 @@ class _Label(Document):
     """The label in `text`, of the images or clips with the same name."""
 
 
-def blob_format(head: bytes, name: str, blobs: BlobRules) -> BlobFormat:
-    """The format of uncompressed content that is not an archive."""
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    suffix = bare_suffix(name)
-    return "blob" if suffix in blobs.suffixes else "label" if suffix == _LABEL_SUFFIX else "other"
-
-
 def read_blob(body: Body) -> Records:
     """The image or clip of one file, or an html, docx or pdf file."""
     max_bytes = body.rules.max_bytes if body.rules.blobs else MAX_DOCUMENT_BYTES  # else the setting limits the text
     setting = "corpus.max_document_mib = " if body.rules.blobs else ""
-    yield _read_bounded(body, max_bytes, f"{setting}{max_bytes / MIB:g} MiB")
+    data = bounded_content(body, max_bytes, f"the file has more than {setting}{max_bytes / MIB:g} MiB")
+    yield data if isinstance(data, ReadFailure) else Blob("", body.source, 0, bytes(data), None)
 
 
 MAX_DOCUMENT_BYTES = 128 * MIB  # largest html, docx or pdf file; two processes hold it
@@ -65,29 +52,16 @@ def document_kind(head: bytes, name: str) -> str | None:
 
 def read_label(body: Body) -> Records:
     """The label of one file."""
-    record = _read_bounded(body, _LABEL_BYTES, f"{_LABEL_BYTES} bytes")
+    data = bounded_content(body, _LABEL_BYTES, f"the file has more than {_LABEL_BYTES} bytes")
     try:
-        yield _Label(record.data.decode().strip(), body.source, 0) if isinstance(record, Blob) else record
+        yield data if isinstance(data, ReadFailure) else _Label(data.decode().strip(), body.source, 0)
     except UnicodeDecodeError as error:
         yield failed("bad_label", body.source, 0, f"not UTF-8: {error.reason}")
 
 
 def read_other(body: Body) -> Records:
     """The record of a file that is neither an image or clip nor a label."""
-    yield Rejected("", body.source, 0, OTHER_FILE)
-
-
-def _read_bounded(body: Body, max_bytes: int, limit: str) -> Record:
-    """A file of at most this many bytes, as they are, or its failure."""
-    data = bytearray()
-    try:
-        while len(data) <= max_bytes and (chunk := body.stream.read()):  # a size in a header is not trusted
-            data += chunk
-    except READ_ERRORS as error:
-        return unreadable(error, body.source, 0)
-    if len(data) > max_bytes:
-        return failed("too_large", body.source, 0, f"the file has more than {limit}")
-    return Blob("", body.source, 0, bytes(data), None)
+    yield Rejected("", body.source, 0, "other_file")
 
 
 def member_key(name: str) -> str:
@@ -101,36 +75,26 @@ def with_labels(records: Records, max_bytes: int) -> Records:
 
     Those of one name are held until the next name, but not more than `max_bytes` bytes of them.
     """
-    blobs: list[Blob] = []
-    key: str | None = None
-    label: _Label | None = None
-    used = False
-    for record in records:
-        name = member_key(record.source)
-        if name != key:
-            yield from _released(blobs, label, used)
-            blobs, key, label, used = [], name, None, False
-        if isinstance(record, _Label) and label is None:
-            label = record
-        elif isinstance(record, _Label):
-            yield Rejected("", record.source, 0, LABEL_ALONE)
-        elif isinstance(record, Blob) and record.label is None:
-            blobs.append(record)
-            # Images of one name could otherwise fill the memory.
-            while len(blobs) > 1 and sum(len(blob.data) for blob in blobs) > max_bytes:
-                yield _labelled(blobs.pop(0), label)
-                used = True
-        else:
-            yield record
-    yield from _released(blobs, label, used)
-
-
-def _released(blobs: list[Blob], label: _Label | None, used: bool) -> Records:
-    """The held images or clips with their label; the label itself as left out if there are none."""
-    if label is not None and not blobs and not used:
-        yield Rejected("", label.source, 0, LABEL_ALONE)
-    for blob in blobs:
-        yield _labelled(blob, label)
+    label: _Label | None
+    for _, members in groupby(records, key=lambda record: member_key(record.source)):
+        blobs, label, used = list[Blob](), None, False
+        for record in members:
+            if isinstance(record, _Label) and label is None:
+                label = record
+            elif isinstance(record, _Label):
+                yield Rejected("", record.source, 0, LABEL_ALONE)
+            elif isinstance(record, Blob) and record.label is None:
+                blobs.append(record)
+                # Images of one name could otherwise fill the memory.
+                while len(blobs) > 1 and sum(len(blob.data) for blob in blobs) > max_bytes:
+                    yield _labelled(blobs.pop(0), label)
+                    used = True
+            else:
+                yield record
+        if label is not None and not blobs and not used:
+            yield Rejected("", label.source, 0, LABEL_ALONE)
+        for blob in blobs:
+            yield _labelled(blob, label)
 
 
 def _labelled(blob: Blob, label: _Label | None) -> Blob:

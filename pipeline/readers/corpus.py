@@ -304,18 +304,13 @@ def missing(names: Names, present: Sequence[str], what: str = "column") -> str |
         if name not in present:
             # a surrogate cannot be written
             whole = [item.encode("utf-8", "backslashreplace").decode() for item in present]
-            hint = separated(whole) or suggest(name, whole)
+            hint = suggest(name, whole)
+            if len(whole) == 1 and "\t" in whole[0]:  # the header was not cut
+                hint = "; its columns are separated by tabs: set corpus.format to tsv"
+            elif len(whole) == 1 and ";" in whole[0]:
+                hint = "; its columns are separated by ;, and CSV needs commas"
             return f"no {what} {name!r}; found {shorten(', '.join(whole), _SHOWN_CHARACTERS)}{hint}"
     return None
-
-
-def separated(header: Sequence[str]) -> str:
-    """A remark on a header that was not cut, because its columns are not separated by what the format expects."""
-    if len(header) != 1:
-        return ""
-    if "\t" in header[0]:
-        return "; its columns are separated by tabs: set corpus.format to tsv"
-    return "; its columns are separated by ;, and CSV needs commas" if ";" in header[0] else ""
 
 
 def joined(values: Iterable[bytes]) -> bytes:

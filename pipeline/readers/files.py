@@ -3,19 +3,25 @@
 `READERS` has the reader of each format.
 """
 
+import codecs
+import json
 import os
+import re
 from collections.abc import Callable
-from functools import partial
-from typing import BinaryIO
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any
 
 import pyarrow as pa
 
 from declutr.common.stores.address import is_remote
-from declutr.pipeline.readers.archives import Member, is_tar, members
-from declutr.pipeline.readers.blobs import read_blob, read_label, read_other, with_labels
+from declutr.pipeline.readers.archives import Member, is_tar, members, read_wet
+from declutr.pipeline.readers.blobs import LABEL_SUFFIX, document_kind, read_blob, read_label, read_other, with_labels
 from declutr.pipeline.readers.corpus import (
     END,
     FIELD_FORMATS,
+    JSON_SUFFIX,
+    SUFFIXES,
     TAR_SUFFIX,
     Format,
     Part,
@@ -23,11 +29,11 @@ from declutr.pipeline.readers.corpus import (
     Record,
     Records,
     Rules,
+    bare_suffix,
     failed,
     is_hidden,
     unreadable,
 )
-from declutr.pipeline.readers.heads import Head
 from declutr.pipeline.readers.lines import as_utf8, encoding_of, json_values, read_jsonl, read_text, read_text_file
 from declutr.pipeline.readers.rows import read_json_fields
 from declutr.pipeline.readers.skipped import advice_on
@@ -43,6 +49,7 @@ from declutr.pipeline.readers.streams import (
     stream_of,
 )
 from declutr.pipeline.readers.tables import (
+    ARROW_FILE,
     DELIMITERS,
     read_arrow_batches,
     read_arrow_stream,
@@ -50,10 +57,105 @@ from declutr.pipeline.readers.tables import (
     read_forward_parquet,
     read_parquet,
 )
-from declutr.pipeline.readers.wet import read_wet
 
 MAX_DEPTH = 4  # largest depth of nested archives, each of which may be compressed; OpenWebText has two levels
 _IN_UTF8 = ("jsonl", "json", "text", "text_file", "csv", "tsv", "document")
+
+JSON_HEAD_BYTES = BLOCK_BYTES << 12  # 2 MiB; a longer first object is data, as no description is
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")  # tabs, newlines and form feeds are text
+_PARQUET = b"PAR1"
+
+
+class Head:
+    """The first bytes of a file.
+
+    Attributes:
+        data: the bytes as they are; `format` is for those that are neither compressed nor an archive.
+        name: name of the file.
+        suffix: its ending without that of a compression.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self.data, self.name, self.suffix = data, name, bare_suffix(name)
+
+    @classmethod
+    def of(cls, stream: ByteStream, name: str, num_bytes: int = BLOCK_BYTES) -> "Head":
+        """This many bytes, or as many as the format needs: of a .json and without an ending, the first object."""
+        head = cls(stream.head(num_bytes), name)
+        while (
+            head.suffix in ("", JSON_SUFFIX)
+            and len(head.data) == num_bytes < JSON_HEAD_BYTES
+            and head._object == ({}, True)
+        ):
+            num_bytes *= 8
+            head = cls(stream.head(num_bytes), name)
+        return head
+
+    def format(self, rules: Rules, *, inside: bool) -> Format | None:
+        """The format of content that is not an archive; `inside` one, a .txt is a text."""
+        is_parquet = self.data.startswith(_PARQUET)
+        if rules.blobs:
+            if is_parquet or self.suffix in rules.blobs.suffixes:
+                return "parquet" if is_parquet else "blob"
+            return None if not inside else "label" if self.suffix == LABEL_SUFFIX else "other"
+        if rules.format:
+            return rules.format
+        if is_parquet:
+            return "parquet"
+        if self.data.startswith(ARROW_FILE):
+            return "arrow"
+        if rules.documents and document_kind(self.data, self.name):
+            return "document"
+        if self.suffix == JSON_SUFFIX or (not self.suffix and self.has_key(rules)):
+            return "json" if self._is_one_value else "jsonl"
+        if not self.suffix:
+            return "wet" if self.data.startswith(b"WARC/") else "text_file" if self.is_prose() else None
+        by_suffix = SUFFIXES.get(self.suffix)
+        return ("text_file" if inside else rules.plain) if by_suffix == "text" else by_suffix
+
+    def has_key(self, rules: Rules) -> bool:
+        """Returns True if the first object has a key that is read, or is cut after it, or is longer than a head."""
+        names = rules.keys.values() if rules.keys else rules.text_names
+        value, is_cut = self._object
+        return any(name in value for name in names) or (is_cut and len(self.data) >= JSON_HEAD_BYTES)
+
+    def is_object(self) -> bool:
+        """Returns True if the first line may be an object."""
+        return not self._is_one_value and self._text.startswith("{")
+
+    def is_prose(self) -> bool:
+        """Returns True if a file begins like text: UTF-8 without control characters, no markup and no program."""
+        if encoding_of(self.data):  # a mark says that it is text, whose bytes look like none
+            return True
+        try:
+            # Incremental, because the head may end within a character.
+            text = codecs.getincrementaldecoder("utf-8")().decode(self.data)
+        except UnicodeDecodeError:
+            return False
+        return bool(text.strip()) and not _CONTROL.search(text) and not self._text.startswith(("<", "#!", "{", "["))
+
+    @cached_property
+    def _text(self) -> str:
+        return self.data.decode(encoding_of(self.data) or "utf-8", "replace").lstrip("\ufeff \t\r\n")
+
+    @cached_property
+    def _is_one_value(self) -> bool:
+        """True for JSON that is an array, or an object over several lines."""
+        return self._text.startswith("[") or self._text.partition("\n")[0].strip() == "{"
+
+    @cached_property
+    def _object(self) -> tuple[dict[str, Any], bool]:
+        """The first object of JSON, also of an array; none, and True if it is cut, so that more bytes may show it."""
+        text = self._text.removeprefix("[").lstrip()
+        if not text.startswith("{"):
+            return {}, False
+        try:
+            value, _ = json.JSONDecoder().raw_decode(text if self._is_one_value else text.partition("\n")[0])
+        except RecursionError:  # nested too deeply, which more bytes do not change
+            return {}, False
+        except ValueError:
+            return {}, self._is_one_value or "\n" not in text
+        return value, False
 
 
 class Meter:
@@ -68,23 +170,46 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Records:
     if part.format == "lost":
         yield failed("unreadable", part.source, 0, _why_lost(part.path))
         return
-    try:
-        file = open_input(part.path, count=False)  # a store that ends must stop the unit, not count as a failure a part
-    except READ_ERRORS as error:
-        yield unreadable(error, part.source, part.start)
-        return
-    with file:
-        match part.format:
-            case "parquet" | "arrow":
-                yield from _read_table(part, file, rules, meter)
-            case "tar":
-                yield from _read_tar(part, file, rules, meter)
-            case "stream":
-                stream = stream_of(file, part.path)
-                meter.measure = lambda: stream.position
-                yield from read_stream(stream, part.source, rules)
-            case _:
-                yield from _read_range(part, file, rules, meter)
+    with ExitStack() as files:
+        try:
+            records = _opened(part, rules, meter, files)
+        except READ_ERRORS as error:
+            yield unreadable(error, part.source, part.start)
+        else:
+            yield from records
+
+
+def _opened(part: Part, rules: Rules, meter: Meter, files: ExitStack) -> Records:
+    """The records of a part, whose file is opened, added to `files` and moved to its start."""
+    file = files.enter_context(open_input(part.path))
+    stream, pieces = stream_of(file, part.path), range(part.start, part.stop)
+    match part.format:
+        case "parquet" | "arrow":
+            body = Body(stream, part.source, rules)
+            meter.measure = lambda: part.num_bytes * body.share
+            if part.format == "parquet":
+                return read_parquet(body, file, None if part.stop == END else pieces)
+            # A remote file cannot be mapped.
+            mapped = file if is_remote(part.path) else files.enter_context(pa.memory_map(part.path))
+            return read_arrow_batches(body, mapped, pieces)
+        case "tar":
+            allowance, packed = Allowance(stream), compression_of(stream.peek(BLOCK_BYTES))
+            members_stream = decompressed(stream, packed, allowance) if packed else stream
+            members_stream.skip(part.start)  # a compressed archive has no place to start from
+            scale = part.num_bytes / len(pieces) if part.stop != END else 1.0
+            meter.measure = lambda: scale * (members_stream.position - part.start)
+            return read_archive(members_stream, part.source, rules, part.stop, allowance)
+        case "stream":
+            meter.measure = lambda: stream.position
+            return read_stream(stream, part.source, rules)
+        case _:
+            # A line across the cut belongs to the range before: start one byte earlier, which shows if a line begins
+            # here, and skip that line.
+            lines = stream_of(file, part.path, max(0, part.start - 1), part.stop)
+            if part.start > 0:
+                _skip_line(lines)
+            meter.measure = lambda: lines.position - part.start
+            return _read_range(part, Body(lines, part.source, rules, part.stop))
 
 
 def _why_lost(path: str) -> str:
@@ -101,60 +226,16 @@ def _why_lost(path: str) -> str:
     return f"the {what} could not be read when files were looked for, and its contents are lost"
 
 
-def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
-    """Row groups or record batches [start, stop)."""
-    body, pieces = Body(stream_of(file, part.path), part.source, rules), range(part.start, part.stop)
-    meter.measure = lambda: part.num_bytes * body.share
-    if part.format == "parquet":
-        yield from read_parquet(body, file, None if part.stop == END else pieces)
-    elif is_remote(part.path):
-        yield from read_arrow_batches(body, file, pieces)  # a remote file cannot be mapped
-    else:
-        try:
-            mapped = pa.memory_map(part.path)
-        except READ_ERRORS as error:
-            yield unreadable(error, part.source, part.start)
-            return
-        with mapped:
-            yield from read_arrow_batches(body, mapped, pieces)
-
-
-def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
-    """The members that start in [start, stop) of the archive; a compressed archive is read from its beginning."""
-    try:
-        stream = stream_of(file, part.path)
-        allowance = Allowance(stream)
-        compression = compression_of(stream.peek(BLOCK_BYTES))
-        if compression:
-            stream = decompressed(stream, compression, allowance)
-        stream.skip(part.start)  # a compressed archive has no place to start from
-    except READ_ERRORS as error:
-        yield unreadable(error, part.source, part.start)
-        return
-    scale = part.num_bytes / (part.stop - part.start) if part.stop != END else 1.0
-    meter.measure = lambda: scale * (stream.position - part.start)
-    yield from read_archive(stream, part.source, rules, part.stop, allowance)
-
-
-def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
+def _read_range(part: Part, body: Body) -> Records:
     """The lines whose first byte is in [start, stop)."""
-    try:
-        # One byte earlier shows if a line begins here.
-        stream = stream_of(file, part.path, max(0, part.start - 1), part.stop)
-        if part.start > 0:
-            # A line across the cut belongs to the range before: start one byte earlier and skip that line.
-            _skip_line(stream)
-    except READ_ERRORS as error:
-        yield unreadable(error, part.source, part.start)
-        return
-    meter.measure = lambda: stream.position - part.start
     record: Record | None = None
-    for record in READERS[part.format](Body(stream, part.source, rules, part.stop)):  # type: ignore[index]
+    for record in READERS[part.format](body):  # type: ignore[index]
         yield record
     # The file has shrunk since it was cut, and what is missing must be counted.
-    if stream.position < part.stop and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
-        short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
-        yield unreadable(short, part.source, stream.position)
+    lost_bytes = part.stop - body.stream.position
+    if lost_bytes > 0 and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
+        short = EOFError(f"the file ends {lost_bytes} bytes earlier than when it was looked for")
+        yield unreadable(short, part.source, body.stream.position)
 
 
 def _skip_line(stream: ByteStream) -> None:

@@ -91,6 +91,7 @@ def _sample(file: BinaryIO, num_bytes: int) -> str:
     """SHA-256 of the head, middle and tail of a file."""
     digest = hashlib.sha256()
     # A change in place often keeps the size and may keep the time, so times alone are not enough.
+    # A set, as those of a small file are one.
     for start in sorted({0, max(0, (num_bytes - _SAMPLE_BYTES) // 2), max(0, num_bytes - _SAMPLE_BYTES)}):
         file.seek(start)
         digest.update(file.read(_SAMPLE_BYTES))

@@ -21,7 +21,7 @@ from declutr.pipeline.readers.corpus import (
     missing,
     unreadable,
 )
-from declutr.pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, Body, ByteStream
+from declutr.pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, Body, ByteStream, bounded_content
 
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),  # starts like UTF-16
@@ -30,10 +30,10 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 _LARGEST_GROWTH = 2  # largest growth: two bytes of UTF-16 become at most three of UTF-8
-_LEAST_BYTES = 4
+_LEAST_BYTES = 4  # a character of UTF-32
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
-_CONTINUATION_BYTES = 3
+_CONTINUATION_BYTES = 3  # of the longest character
 
 
 def decode(raw: Buffer, source: str, offset: int) -> Record:
@@ -75,14 +75,8 @@ def character_start(window: bytes | bytearray, position: int) -> int:
 
 def documents(raw: Buffer, source: str, row: int, max_bytes: int) -> Records:
     """The document of one row of a table, in pieces if longer than `max_bytes`; the offset is always the row."""
-    view = memoryview(raw)
-    start = 0
-    while len(view) - start > max_bytes:
-        # One byte beyond the limit shows whether the limit falls between two characters.
-        length = cut(bytes(view[start : start + max_bytes + 1]), max_bytes)
-        yield decode(view[start : start + length], source, row)
-        start += length
-    yield decode(view[start:], source, row)
+    for piece, _, _ in _cut_line(memoryview(raw), 0, max_bytes):
+        yield decode(piece, source, row)
 
 
 def encoding_of(head: bytes) -> str | None:
@@ -103,7 +97,7 @@ def as_utf8(stream: ByteStream, encoding: str) -> ByteStream:
         while True:
             raw = stream.read(max(_LEAST_BYTES, num_bytes // _LARGEST_GROWTH))
             try:
-                text = decoder.decode(raw, final=not raw)
+                text = decoder.decode(raw, final=not raw)  # final: an end within a character is an error
             except UnicodeDecodeError as error:
                 raise OSError(f"no {encoding.upper()}, as the byte order mark says: {error.reason}") from error
             if text or not raw:
@@ -159,11 +153,12 @@ def lines(
         yield from _cut_line(buffer, start, max_bytes if keep else len(buffer))
 
 
-def _cut_line(line: bytes | bytearray, start: int, max_bytes: int) -> Iterator[tuple[bytes | bytearray, int, bool]]:
-    """The pieces of a line that was read to its end, as `lines` yields them."""
+def _cut_line(line: Any, start: int, max_bytes: int) -> Iterator[tuple[Any, int, bool]]:
+    """The pieces of a line or text that was read to its end, as `lines` yields them."""
     done = 0
     while len(line) - done > max_bytes:
-        length = cut(line[done : done + max_bytes + 1], max_bytes)
+        # One byte beyond the limit shows whether the limit falls between two characters.
+        length = cut(bytes(line[done : done + max_bytes + 1]), max_bytes)
         yield line[done : done + length], start + done, True
         done += length
     yield line[done:] if done else line, start + done, False  # a line of JSON is not copied
@@ -200,8 +195,8 @@ MAX_HELD_BYTES = 1 << 29
 
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_ESCAPE_BYTES = 6
-_CUT_BYTES = 2 * _ESCAPE_BYTES
+_ESCAPE_BYTES = 6  # of \uXXXX
+_CUT_BYTES = 2 * _ESCAPE_BYTES  # a pair of surrogates is two escapes
 
 
 def json_lines(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailure]:
@@ -225,19 +220,15 @@ def json_lines(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailu
 
 def json_values(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailure]:
     """The values of an array, or one value, of any number of lines, with their positions; held in memory whole."""
-    data = bytearray()
+    excess = f"JSON of several lines and more than {MAX_HELD_BYTES >> 20} MiB"
+    if isinstance(data := bounded_content(body, MAX_HELD_BYTES, excess), ReadFailure):
+        yield data
+        return
     try:
-        while len(data) <= MAX_HELD_BYTES and (chunk := body.stream.read()):
-            data += chunk
-        if len(data) > MAX_HELD_BYTES:
-            yield failed("too_large", body.source, 0, f"JSON of several lines and more than {MAX_HELD_BYTES >> 20} MiB")
-            return
         value = memoryview(data.removeprefix(_BOM))
         values = [value]
         if data.removeprefix(_BOM).lstrip().startswith(b"["):
             values = [memoryview(raw) for raw in msgspec.json.decode(value, type=list[msgspec.Raw])]
-    except READ_ERRORS as error:
-        yield unreadable(error, body.source, 0)
     except (ValueError, RecursionError) as error:
         yield failed("invalid_json", body.source, 0, f"{error}; an array of objects, or an object a line, is read")
     else:
@@ -247,7 +238,7 @@ def json_values(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFail
 def read_jsonl(body: Body, values: Callable[..., Iterator[Any]] = json_lines) -> Records:
     """One JSON object a line (or value), with the text under the names of the rules."""
     source, names, max_bytes = body.source, body.rules.text_names, body.rules.max_bytes
-    parse = _decoder(names, str if len(names) == 1 else str | None).decode
+    parse = json_decoder(names, str if len(names) == 1 else str | None).decode
     for line in values(body):
         if isinstance(line, ReadFailure):
             yield line
@@ -276,10 +267,14 @@ def _joined(values: Sequence[str | None], names: Names) -> str:
 
 
 @lru_cache
-def _decoder(names: Names, kind: Any) -> Any:
-    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored."""
+def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
+    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored.
+
+    An absent key is an error without a `default`.
+    """
     fields = [f"value{number}" for number in range(len(names))]
-    struct = msgspec.defstruct("Line", [(name, kind) for name in fields], rename=dict(zip(fields, names, strict=True)))
+    values: list[Any] = [(name, kind, *default) for name in fields]
+    struct = msgspec.defstruct("Line", values, rename=dict(zip(fields, names, strict=True)))
     return msgspec.json.Decoder(struct)
 
 
@@ -340,12 +335,12 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
     if offset == 0 and line[:3] == _BOM:
         line = memoryview(line)[3:]
     try:
-        raws = msgspec.structs.astuple(_decoder(names, msgspec.Raw).decode(line))
+        raws = msgspec.structs.astuple(json_decoder(names, msgspec.Raw).decode(line))
     except msgspec.ValidationError as error:
         yield _no_text(source, offset, " and ".join(names), str(error))
         return
     except (ValueError, RecursionError) as error:
-        reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
+        reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"  # msgspec refuses a lone one
         yield failed(reason, source, offset, str(error))
         return
     strings = []
@@ -356,10 +351,11 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
         elif quote != b"n" or len(names) == 1 or (name == names[-1] and not strings):
             yield _no_text(source, offset, name, f"it is {json_kind(quote.decode('latin-1'))}")
             return
+    # An escape, because pieces are unescaped below.
     string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(part for part in strings if len(part)))
     first = _address(string) - _address(whole) if len(names) == 1 else 0
     start = 0
-    while start < len(string) or start == 0:
+    while start < len(string) or start == 0:  # an empty text is a document, too
         window = bytes(string[start : start + max_bytes + 1])
         length = len(window) if len(window) <= max_bytes else _json_cut(window, max_bytes)
         at = offset if start == 0 else offset + first + start
@@ -368,7 +364,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
             yield nul_bytes(source, at) if "\0" in text else Document(text, source, at)
         except ValueError as error:
             yield failed("invalid_utf8", source, at, str(error))
-        start += max(1, length)
+        start += max(1, length)  # 1 ends the round of an empty text
 
 
 def _address(buffer: Buffer) -> int:

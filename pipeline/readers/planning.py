@@ -2,10 +2,11 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import BinaryIO, NamedTuple, get_args
 
@@ -34,11 +35,10 @@ from declutr.pipeline.readers.corpus import (
     bare_suffix,
     rules_of,
 )
-from declutr.pipeline.readers.heads import Head
-from declutr.pipeline.readers.hub import hub_inputs
-from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.files import Head
+from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
 from declutr.pipeline.readers.lines import encoding_of
-from declutr.pipeline.readers.rows import FieldRows, TextRows, rows_of
+from declutr.pipeline.readers.rows import BlobRows, FieldRows, TextRows, rows_of
 from declutr.pipeline.readers.skipped import (
     EXCLUDED,
     UNREADABLE,
@@ -52,6 +52,7 @@ from declutr.pipeline.readers.streams import (
     READ_ERRORS,
     Allowance,
     ByteStream,
+    StoreLostError,
     compression_of,
     decompressed,
     open_input,
@@ -76,8 +77,8 @@ class Cut(NamedTuple):
     """Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused."""
     skipped: bool = False
     """True if a search met the file and its format is unknown."""
-    doubtful: tuple[Part, ...] = ()
-    """Parts of a skipped .json with an object a line, which are read if a .json beside it is data."""
+    doubtful: bool = False
+    """True for a skipped .json with an object a line, which is read if a .json beside it is data."""
 
 
 def _cut_archive(
@@ -113,50 +114,44 @@ def _cut_ranges(file: Input, file_format: str, part_bytes: int) -> list[Part]:
     return [make_part(file, file_format, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
 
 
-def _cut_parquet(file: Input, opened: BinaryIO, rules: Rules, part_bytes: int) -> Cut:
-    """Parts of consecutive row groups of a Parquet file; one of the whole file if its rows have several values."""
-    rows, whole = rows_of(rules), make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)
+def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, part_bytes: int) -> Cut:
+    """Parts of consecutive row groups of a Parquet file, or of record batches of an Arrow file.
+
+    If the rows have several values, the whole file is one part, because its pairs are grouped by premise.
+    """
+    rows, is_parquet = rows_of(rules), file_format == "parquet"
+    whole = make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes) if is_parquet else _whole(file)
     try:
-        with pq.ParquetFile(opened) as table:
-            metadata = table.metadata
-            problem = rows.problem(table.schema_arrow)
+        if is_parquet:
+            with pq.ParquetFile(opened) as table:
+                schema, metadata = table.schema_arrow, table.metadata
             paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        else:
+            reader = pa.ipc.open_file(opened)
+            schema, count = reader.schema, reader.num_record_batches
+        problem = rows.problem(schema)
     except TABLE_ERRORS:  # damage is counted when the file is read
         return Cut([whole])
-    if isinstance(rows, FieldRows):  # its pairs are grouped by premise over the whole file
+    if isinstance(rows, FieldRows):
         return Cut([whole], problem and f"content: {file.path}: {problem}")
     if problem:
-        return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rules, problem))
-    names = rows.names
-    columns = [n for n, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    # Of the text alone: a unit has about as much text whatever else a row has.
-    weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
-    sizes = [max(0, group.total_byte_size) for group in groups]
-    return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
+        return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rows, problem))
+    if is_parquet:
+        prefixes = tuple(f"{name}." for name in rows.names)
+        columns = [n for n, path in enumerate(paths) if path in rows.names or path.startswith(prefixes)]
+        # Of the text alone: a unit has about as much text whatever else a row has.
+        weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
+        sizes = [max(0, group.total_byte_size) for group in groups]  # damaged numbers can be negative
+    else:
+        weights = sizes = [file.num_bytes // max(1, count)] * count
+    return Cut(_grouped(file, file_format, weights, sizes, part_bytes))
 
 
-def _column_problem(file: Input, rules: Rules, problem: str) -> str:
+def _column_problem(file: Input, rows: TextRows | BlobRows, problem: str) -> str:
     """The problem of a table without the column of a text, image or clip; each of its rows gives a failure."""
-    rows = rows_of(rules)
-    assert not isinstance(rows, FieldRows)
     remedy = "; name another one, or several to join" if isinstance(rows, TextRows) else ""
     return f"{rows.setting} = {rows.setting_value}: {file.path}: {problem}{remedy}"
-
-
-def _cut_arrow(file: Input, opened: BinaryIO, rules: Rules, part_bytes: int) -> Cut:
-    """Parts of consecutive record batches of an Arrow file, about the same number in each."""
-    whole = _whole(file)
-    try:
-        reader = pa.ipc.open_file(opened)
-        problem = rows_of(rules).problem(reader.schema)
-        count = reader.num_record_batches
-    except TABLE_ERRORS:
-        return Cut([whole])
-    if problem:
-        return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rules, problem))
-    sizes = [file.num_bytes // max(1, count)] * count
-    return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
 
 
 def _grouped(file: Input, file_format: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
@@ -168,7 +163,7 @@ def _grouped(file: Input, file_format: str, weights: list[int], sizes: list[int]
         if group_weight >= part_bytes or number == len(weights):
             cuts.append(number)
             group_weight = 0
-    total = max(1, sum(sizes))
+    total = max(1, sum(sizes))  # row groups can be empty
     return [
         make_part(
             file, file_format, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop])
@@ -213,11 +208,16 @@ def file_parts(
     parts: list[Part] = []
     failing: list[str] = []
     num_good = 0
-    cuts = list(_cut_all(files, rules, part_bytes))
+    cut_file = partial(_cut_file, rules=rules, part_bytes=part_bytes)
+    if any(is_remote(file.path) for file in files):
+        with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network
+            cuts = list(pool.map(cut_file, files))
+    else:
+        cuts = [cut_file(file) for file in files]
     of_data = {_place(file) for file, cut in zip(files, cuts, strict=True) if cut.parts and not cut.problem}
     for file, cut in zip(files, cuts, strict=True):
         if cut.doubtful and _place(file) in of_data:  # its first line lacks the key, others may have it
-            cut = Cut(list(cut.doubtful))
+            cut = cut_file(replace(file, searched=False))
         parts += cut.parts
         num_good += bool(cut.parts) and cut.problem is None
         if cut.skipped:
@@ -287,23 +287,15 @@ def _is_candidate(file: Input, rules: Rules) -> bool:
     return suffix in rules.suffixes or suffix == TAR_SUFFIX or compressed
 
 
-def _cut_all(files: list[Input], rules: Rules, part_bytes: int) -> Iterable[Cut]:
-    """The parts of each file, in order. Remote files are examined in parallel."""
-    if not any(is_remote(file.path) for file in files):
-        for file in files:
-            yield _cut_file(file, rules, part_bytes)
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network
-        yield from pool.map(lambda file: _cut_file(file, rules, part_bytes), files)
-
-
 def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
     """The parts of one file, or its problem. Damage inside the file is found when it is read."""
     if file.lost:
         return _lost(file, "it cannot be read")
     try:
         with open_input(file.path) as opened:
-            head = Head(opened.read(_HEAD_BYTES), file.source)
+            beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
+            beginning.peek(1)  # raises the error of a file that cannot be read
+            head = Head.of(beginning, file.source, _HEAD_BYTES)
             compression = compression_of(head.data)
             if compression:
                 return _cut_compressed(file, opened, compression, rules, part_bytes)
@@ -312,27 +304,21 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(_cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
-            if head.suffix in ("", JSON_SUFFIX):
-                opened.seek(0)
-                longer = Head.of(ByteStream(opened.read, 0, _PEEKED_BYTES), file.source)
-                head = max(head, longer, key=lambda head: len(head.data))
             file_format = head.format(rules, inside=False)
             if file_format is None or not _is_data(head, file, rules):
-                doubtful = _cut_ranges(file, "jsonl", part_bytes) if file_format == "jsonl" and head.is_object() else []
-                return Cut([], skipped=True, doubtful=tuple(doubtful)) if doubtful else _unknown(file, rules)
+                return _unknown(file, rules, head)
             if rules.keys and (refusal := _refused(file, file_format, rules)):
                 return refusal
-            if file_format == "parquet":
-                return _cut_parquet(file, opened, rules, part_bytes)
+            if file_format == "parquet" or (file_format == "arrow" and head.data.startswith(b"ARROW1")):
+                return _cut_table(file, opened, file_format, rules, part_bytes)
             if file_format in ("jsonl", "text") and rules.max_file_bytes is None and encoding_of(head.data) is None:
                 return Cut(_cut_ranges(file, file_format, part_bytes))
-            if file_format == "arrow" and head.data.startswith(b"ARROW1"):
-                return _cut_arrow(file, opened, rules, part_bytes)
-            if rules.keys or file_format not in DELIMITERS:
-                return Cut([_whole(file)])
-            if problem := header_problem(head.data, rules, DELIMITERS[file_format]):
-                return Cut([_whole(file, 0)], _column_problem(file, rules, problem))
+            delimiter = None if rules.keys else DELIMITERS.get(file_format)
+            if delimiter and (problem := header_problem(head.data, rules, delimiter)):
+                return Cut([_whole(file, 0)], _column_problem(file, TextRows(rules), problem))
             return Cut([_whole(file)])
+    except StoreLostError as error:
+        return Cut([], f"corpus.paths: a file cannot be read: {error}")
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
@@ -364,23 +350,20 @@ def _lost(file: Input, why: str) -> Cut:
     return Cut([make_part(file, "lost", 0, 0, 0, 0)], f"corpus.paths: {file.path} cannot be read: {why}")
 
 
-def _unknown(file: Input, rules: Rules) -> Cut:
+def _unknown(file: Input, rules: Rules, head: Head) -> Cut:
     """The problem of an explicitly named file of unknown format; a file met by a search is skipped."""
     if file.searched:
-        return Cut([], skipped=True)
-    absent = missing_extra("documents", f"corpus.paths: {file.path!r}")
-    if absent and bare_suffix(file.source) in DOCUMENT_SUFFIXES and not (rules.blobs or rules.keys):
-        return Cut([], absent)
+        return Cut([], skipped=True, doubtful=head.suffix == JSON_SUFFIX and head.is_object())
+    problem = missing_extra("documents", f"corpus.paths: {file.path!r}")
     if rules.blobs:
         endings = " ".join(rules.suffixes)
-        return Cut(
-            [], f"corpus.paths: {file.path!r}: {rules.blobs.kind} are read from {endings} and from archives of them"
+        problem = f"corpus.paths: {file.path!r}: {rules.blobs.kind} are read from {endings} and from archives of them"
+    elif problem is None or rules.keys or bare_suffix(file.source) not in DOCUMENT_SUFFIXES:
+        problem = (
+            f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to "
+            f"{', '.join(get_args(Choice)[2:])}{advice_on(file.source)}"
         )
-    return Cut(
-        [],
-        f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to "
-        f"{', '.join(get_args(Choice)[2:])}{advice_on(file.source)}",
-    )
+    return Cut([], problem)
 
 
 def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rules, part_bytes: int) -> Cut:
@@ -407,7 +390,7 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     nested = is_tar(head.data) or compression_of(head.data) is not None
     if is_expected or nested or (head.format(rules, inside=False) is not None and _is_data(head, file, rules)):
         return whole
-    return Cut([], skipped=True, doubtful=tuple(whole.parts)) if head.is_object() else _unknown(file, rules)
+    return _unknown(file, rules, head)
 
 
 def _is_data(head: Head, file: Input, rules: Rules) -> bool:

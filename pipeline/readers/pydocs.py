@@ -6,7 +6,6 @@ never imported. `pydoc_data.topics`, the language reference, adds one document a
 
 import ast
 import hashlib
-import inspect
 import os
 import re
 import sysconfig
@@ -51,6 +50,7 @@ def python_parts() -> list[Part]:
 def _modules(root: Path) -> Iterator[Path]:
     """Python files under a folder, without tests and vendored code."""
     for folder, children, names in os.walk(root):
+        # In place: os.walk goes into these.
         children[:] = sorted(child for child in children if not _SKIPPED_FOLDERS.fullmatch(child))
         for name in names:
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
@@ -75,11 +75,16 @@ def read_python(part: Part) -> Iterator[Record]:
     quoted = (match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code))
     if part.format == "python" and sum(quoted) < MIN_DOCUMENTATION_BYTES:
         return
-    tree = _parse(code)
-    if isinstance(tree, str):
-        yield failed("invalid_python", part.source, 0, tree)
-    elif part.format == "python":
-        pieces = [_docstring(tree), *_described(tree, "")]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escape sequences in installed modules
+            tree = ast.parse(code)
+    # Deep nesting is a MemoryError, too.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield failed("invalid_python", part.source, 0, f"{type(error).__name__}: {error}")
+        return
+    if part.format == "python":
+        pieces = [ast.get_docstring(tree), *_described(tree, "")]
         if text := "\n\n".join(piece for piece in pieces if piece):
             yield Document(text.encode("utf-8", "replace").decode(), part.source, 0)
     else:
@@ -89,23 +94,12 @@ def read_python(part: Part) -> Iterator[Record]:
             yield Document(str(topic), part.source, ordinal)
 
 
-def _parse(code: bytes) -> ast.Module | str:
-    """The syntax tree, or an error message."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escape sequences in installed modules
-        try:
-            return ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return f"{type(error).__name__}: {error}"
-
-
 def _described(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
     """`name(arguments)` and docstring of every documented public definition, including methods."""
     for node in parent.body:
         if isinstance(node, _Definition) and not node.name.startswith("_"):
             name = prefix + node.name
-            docstring = _docstring(node)
-            if docstring:
+            if docstring := ast.get_docstring(node):
                 signature = name if isinstance(node, ast.ClassDef) else f"{name}({_arguments(node.args)})"
                 yield f"{signature}\n{docstring}"
             if isinstance(node, ast.ClassDef):
@@ -116,11 +110,3 @@ def _arguments(arguments: ast.arguments) -> str:
     """Argument names without defaults and annotations, which are code and not English."""
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return ", ".join(argument.arg for argument in parameters if argument.arg not in ("self", "cls"))
-
-
-def _docstring(node: ast.Module | _Definition) -> str:
-    """The docstring without its indentation; empty if there is none."""
-    first = node.body[0] if node.body else None
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        return inspect.cleandoc(first.value.value)
-    return ""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from declutr.common.console.terminal import shorten
 from declutr.pipeline.readers.corpus import (
     MIB,
     NO_TEXT,
@@ -26,15 +27,14 @@ from declutr.pipeline.readers.corpus import (
     joined,
     missing,
 )
-from declutr.pipeline.readers.lines import decode, documents, explained_object, json_lines, nul_bytes
+from declutr.pipeline.readers.lines import decode, documents, explained_object, json_decoder, json_lines, nul_bytes
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
-NO_COLUMN = "no_column"
 _DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
 _MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
 _FIELD_ROWS = 32
-_SHOWN_CHARACTERS = 300
+_SHOWN_CHARACTERS = 200
 # Types of text, with the type that has the same bytes and does not promise UTF-8.
 _TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 
@@ -192,21 +192,16 @@ class FieldRows:
 
 def missing_key(keys: Keys, columns: Any) -> str:
     """The message on a row without one of the keys, or with two columns of that name."""
-    names = list(columns)
+    names = sorted(map(str, columns))
     setting, name = next(((s, n) for s, n in keys.items() if names.count(n) != 1), ("", ""))
-    what = "more than one" if name in names else "no"
-    message = f"{what} key {name!r}; found {sorted(map(str, names))}; set {setting} to one of them"
-    if len(message) > _SHOWN_CHARACTERS:
-        message = f"{what} key {name!r}; set {setting} to one of {sorted(map(str, names))}"[:_SHOWN_CHARACTERS]
-    return message
+    doubled = f"more than one key {name!r}; found {shorten(str(names), _SHOWN_CHARACTERS)}"
+    return f"{missing((name,), names, 'key') or doubled}; set {setting} to a key of the file"
 
 
 def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_lines) -> Records:
     """The values of one JSON object a line (or value)."""
     rows, source = FieldRows(body.rules), body.source
-    fields: list[Any] = [(f"value{number}", Any, msgspec.UNSET) for number in range(len(rows.names))]
-    renamed = {f"value{number}": name for number, name in enumerate(rows.names)}
-    parse = msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=renamed)).decode
+    parse = json_decoder(rows.names, Any, msgspec.UNSET).decode
     for line in lines(body):
         if isinstance(line, ReadFailure):
             yield line
@@ -230,7 +225,7 @@ def read_json_fields(body: Body, lines: Callable[..., Iterator[Any]] = json_line
 class BlobRows:
     """Rows with the bytes of an image or a clip, and its label if there is a label column."""
 
-    no_column = NO_COLUMN
+    no_column = "no_column"
 
     def __init__(self, rules: Rules) -> None:
         blobs = rules.blobs

@@ -13,7 +13,6 @@ LINKED_FOLDER = "links to folders"
 FOLDER = "folders that match a pattern"
 EXCLUDED = "excluded by corpus.exclude"
 SPECIAL = "pipes, sockets and devices"
-PROGRAMS = "left by programs"
 CACHES = "caches of datasets"
 SPLITS = "dataset_dict.json"
 UNREADABLE = "unreadable"
@@ -25,17 +24,15 @@ _LEFT_FOLDERS = frozenset(("_temporary", "_delta_log", "__MACOSX"))
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(?:_\d{5}_of_\d{5})?\.arrow")
 _ENDING = re.compile(r"\.[a-z0-9]{1,10}")
 _MARKUP = "extract the text first (for example with trafilatura), or read the markup with corpus.format=text_file"
-_OFFICE = "convert them to text, Markdown or JSONL"
-_UNPACK = "unpack them, or pack them as tar"
 _ADVICE = {
     JSON_SUFFIX: "their first object lacks the key of the text (corpus.text_field)",
     ".xml": _MARKUP,
     **dict.fromkeys(DOCUMENT_SUFFIXES, "pip install 'declutr-ray[documents]' reads them as documents"),
-    **dict.fromkeys((".doc", ".odt", ".rtf", ".epub"), _OFFICE),
+    **dict.fromkeys((".doc", ".odt", ".rtf", ".epub"), "convert them to text, Markdown or JSONL"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the tables as CSV or TSV"),
     **dict.fromkeys((".lz4", ".br", ".lzma", ".lzo", ".z", ".sz"), "compress them again with zstd, gzip, xz or bzip2"),
     ".warc": "their records are pages of HTML; read the WET files of the same crawl, or extract the text first",
-    **dict.fromkeys((".zip", ".7z", ".rar"), _UNPACK),
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack them, or pack them as tar"),
     CACHES: "they repeat the rows beside them; name them in corpus.paths to read them",
     SPLITS: "it lists splits, and all of them are read; name the folder of one in corpus.paths to read it alone",
     FOLDER: "name them in corpus.paths, or use ** in the pattern",
@@ -47,7 +44,7 @@ def left_by_programs(source: str) -> str | None:
     """The kind of a file that a program leaves beside data; None for another one. `source`: relative to the input."""
     *folders, name = source.split("/")
     if _LEFT.fullmatch(name) or not _LEFT_FOLDERS.isdisjoint(folders):
-        return PROGRAMS
+        return "left by programs"
     return CACHES if _CACHE.fullmatch(name) else SPLITS if name == SPLITS else None
 
 
@@ -72,6 +69,7 @@ class Skipped:
         kind = kind if kind in self._counts or len(self._counts) < MAX_KINDS else OTHERS
         self._counts[kind] += 1
         printable = source.encode("utf-8", "backslashreplace").decode()  # a name may have bytes that are not UTF-8
+        # The least, whatever the order of the search.
         self._examples[kind] = min(self._examples.get(kind, printable), printable)
 
     def add_file(self, source: str) -> None:
@@ -81,6 +79,7 @@ class Skipped:
 
     def kinds(self) -> dict[str, Skip]:
         """Every kind, the most frequent first."""
+        # By name last, so that ties have one order.
         ranked = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
         return {kind: Skip(files=number, example=self._examples[kind]) for kind, number in ranked}
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from declutr.common.errors import redact
 from declutr.common.stores.address import explained, filesystem, is_remote, network_errors
-from declutr.pipeline.readers.corpus import END, Rules
+from declutr.pipeline.readers.corpus import END, ReadFailure, Rules, failed, unreadable
 
 CHUNK_BYTES = 1 << 20
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
@@ -35,11 +35,16 @@ READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 _COMPRESSED_BYTES = 1 << 16
 _ZSTD_BYTES = 1 << 16  # bytes requested at a time: Arrow returns nothing of a request in which zstd data are damaged
 _MAGIC = (("gz", b"\x1f\x8b\x08"), ("xz", b"\xfd7zXZ\x00"), ("zst", b"\x28\xb5\x2f\xfd"))
-_BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
+_BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # of a first block, and of the end of an empty file
+_ENGINES: dict[str, Callable[[], Any]] = {
+    "gz": lambda: zlib.decompressobj(31),  # 16 + 15: gzip's header and checksum, with the largest window
+    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES),
+    "bz2": bz2.BZ2Decompressor,
+}
 
 
-class ByteStream:
-    """Buffered bytes from a function that reads the next ones.
+class ByteStream(io.RawIOBase):
+    """Buffered bytes from a function that reads the next ones; a file that Arrow can read forward.
 
     Args:
         read: returns at most the given number of bytes, none only at the end.
@@ -62,6 +67,10 @@ class ByteStream:
         self._next = 0
         self.position = position
         self._error: Exception | None = None
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
 
     def _more(self, num_bytes: int) -> bytes:
         """Reads the next bytes. An error is raised again at every later call, so that no broken decoder continues."""
@@ -139,6 +148,17 @@ class Body:
     """Share of the rows of a table that were read, in [0, 1]."""
 
 
+def bounded_content(body: Body, max_bytes: int, excess: str) -> bytearray | ReadFailure:
+    """The content of a file of at most this many bytes; its failure, with the message `excess` if it is longer."""
+    data = bytearray()
+    try:
+        while len(data) <= max_bytes and (chunk := body.stream.read()):  # a size in a header is not trusted
+            data += chunk
+    except READ_ERRORS as error:
+        return unreadable(error, body.source, 0)
+    return data if len(data) <= max_bytes else failed("too_large", body.source, 0, excess)
+
+
 def compression_of(head: bytes) -> str | None:
     """The compression of a file that starts with these bytes (at least 10): gz, xz, zst, bz2 or None."""
     for name, magic in _MAGIC:
@@ -182,9 +202,9 @@ def decompressed(
         chunk_bytes: uncompressed bytes at a time.
     """
     if compression == "zst":
-        below, size = pa.CompressedInputStream(pa.PythonFile(ForwardFile(source), mode="r"), "zstd").read, _ZSTD_BYTES
+        below, size = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd").read, _ZSTD_BYTES
     else:
-        below, size = _Members(source, compression).read, chunk_bytes
+        below, size = _member_reader(source, compression), chunk_bytes
 
     def read(num_bytes: int) -> bytes:
         try:
@@ -199,104 +219,65 @@ def decompressed(
     return ByteStream(read, 0, chunk_bytes)
 
 
-class _Members:
-    """Decompression of gzip, xz and bzip2, member by member."""
+def _member_reader(source: ByteStream, compression: str) -> Callable[[int], bytes]:
+    """A function that reads uncompressed bytes of gzip, xz or bzip2, member by member; none at the end."""
+    engine: Any = None
 
-    def __init__(self, source: ByteStream, compression: str) -> None:
-        self._source = source
-        self._compression = compression
-        self._engine: Any = None
-
-    def read(self, num_bytes: int) -> bytes:
-        """At most `num_bytes` uncompressed bytes; none at the end."""
+    def read(num_bytes: int) -> bytes:
+        nonlocal engine
         while True:
-            if self._engine is None and not self._begin():
-                return b""
-            data = self._pull(num_bytes)
-            if self._engine.eof:
-                self._source.unread(self._engine.unused_data)  # the next member, as `cat a.gz b.gz` and pigz write it
-                self._engine = None
-            if data:
+            if engine is None:
+                # Zeros between and after members are padding.
+                while (head := source.peek(16)) and (num_zeros := len(head) - len(head.lstrip(b"\0"))):
+                    source.skip(num_zeros)
+                if not head:
+                    return b""
+                if compression_of(head) != compression:
+                    raise OSError(f"what follows the {compression} data is no {compression} data")
+                engine = _ENGINES[compression]()
+            # gzip's engine gives back the input that it has not used, the others keep it.
+            compressed, is_end = engine.unconsumed_tail if compression == "gz" else b"", False
+            if not compressed and (compression == "gz" or engine.needs_input):
+                compressed = source.read(_COMPRESSED_BYTES)
+                is_end = not compressed
+            data = bytes(engine.decompress(compressed, num_bytes))
+            if is_end and not data and not engine.eof:
+                raise EOFError(f"the {compression} data end early")
+            if engine.eof:
+                source.unread(engine.unused_data)  # the next member, as `cat a.gz b.gz` and pigz write it
+                engine = None
+            if data:  # none would mean the end
                 return data
 
-    def _begin(self) -> bool:
-        """Starts the next member; False at the end. Zeros between and after members are padding."""
-        while (head := self._source.peek(16)) and (num_zeros := len(head) - len(head.lstrip(b"\0"))):
-            self._source.skip(num_zeros)
-        if not head:
-            return False
-        if compression_of(head) != self._compression:
-            raise OSError(f"what follows the {self._compression} data is no {self._compression} data")
-        if self._compression == "gz":
-            self._engine = zlib.decompressobj(31)  # 16 + 15: gzip's header and checksum, with the largest window
-        elif self._compression == "xz":
-            self._engine = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
-        else:
-            self._engine = bz2.BZ2Decompressor()
-        return True
-
-    def _pull(self, num_bytes: int) -> bytes:
-        """The next uncompressed bytes of this member."""
-        engine = self._engine
-        if self._compression == "gz":
-            waiting = engine.unconsumed_tail
-        elif not engine.needs_input:
-            return bytes(engine.decompress(b"", num_bytes))
-        else:
-            waiting = b""
-        compressed = waiting or self._source.read(_COMPRESSED_BYTES)
-        data = bytes(engine.decompress(compressed, num_bytes))
-        if not compressed and not data and not engine.eof:
-            raise EOFError(f"the {self._compression} data end early")
-        return data
-
-
-class ForwardFile(io.RawIOBase):
-    """A stream as a Python file that is read forward, for libraries that need one."""
-
-    def __init__(self, source: ByteStream) -> None:
-        self._source = source
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def read(self, num_bytes: int = -1) -> bytes:
-        """At most `num_bytes` bytes; none at the end."""
-        return self._source.read(num_bytes if num_bytes >= 0 else CHUNK_BYTES)
+    return read
 
 
 class StoreLostError(Exception):
     """A store that no longer answers or refuses. It is no OSError, which readers count as a failure of the file."""
 
 
-def open_input(path: str, count: bool = True) -> BinaryIO:
-    """A file for reading, with `seek`.
-
-    Args:
-        path: path or address.
-        count: false raises `StoreLostError` for errors of a store, except that of a file that it does not have.
+def open_input(path: str) -> BinaryIO:
+    """A file at a path or an address for reading, with `seek`.
 
     Raises:
-        OSError: the file is missing, or the storage does not answer or refuses.
+        OSError: the file is missing, or cannot be read here.
+        StoreLostError: the store does not answer or refuses, now or at a later read.
     """
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
-    with _store(path, count):
+    with _store(path):
         files, name, _ = filesystem(path)
-        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path, count))
+        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path))
 
 
 @contextmanager
-def _store(path: str, count: bool) -> Iterator[None]:
+def _store(path: str) -> Iterator[None]:
     try:
         with network_errors():
             yield
-    except FileNotFoundError:
+    except FileNotFoundError:  # of this file, not of the store
         raise
     except OSError as error:
-        if count:
-            raise
         raise StoreLostError(f"{redact(path)}: {explained(error)}") from error
 
 
@@ -325,10 +306,10 @@ def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> Byt
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file that raises OSError for all errors of the library behind it."""
+    """A remote file that raises StoreLostError for all errors of the library behind it."""
 
-    def __init__(self, file: Any, path: str, count: bool) -> None:
-        self._file, self._path, self._count = file, path, count
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._path = file, path
 
     def readable(self) -> bool:
         return True
@@ -337,11 +318,11 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        with _store(self._path, self._count):
+        with _store(self._path):
             return bytes(self._file.read(num_bytes))
 
     def seek(self, position: int, whence: int = 0) -> int:
-        with _store(self._path, self._count):
+        with _store(self._path):
             self._file.seek(position, whence)
             return int(self._file.tell())
 

@@ -4,7 +4,6 @@ import csv
 import re
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from io import BytesIO
 from itertools import islice
 from typing import Any, BinaryIO
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 from declutr.pipeline.readers.corpus import END, MIB, ReadFailure, Records, Rules, failed, unreadable
 from declutr.pipeline.readers.lines import MAX_HELD_BYTES, as_utf8, encoding_of, lines
 from declutr.pipeline.readers.rows import BlobRows, Rows, rows_of
-from declutr.pipeline.readers.streams import READ_ERRORS, Body, ByteStream, ForwardFile
+from declutr.pipeline.readers.streams import READ_ERRORS, Body, ByteStream, bounded_content
 
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)  # UnicodeDecodeError occurs if the name of a column is damaged
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -76,16 +75,10 @@ def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | Non
 
 def read_forward_parquet(body: Body) -> Records:
     """A Parquet file that can only be read forward; it is held in memory, because its directory is at its end."""
-    data = bytearray()
-    try:
-        while len(data) <= MAX_HELD_BYTES and (chunk := body.stream.read()):
-            data += chunk
-    except READ_ERRORS as error:
-        yield unreadable(error, body.source, 0)
-        return
-    if len(data) > MAX_HELD_BYTES:
-        message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
-        yield failed("too_large", body.source, 0, message)
+    excess = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
+    data = bounded_content(body, MAX_HELD_BYTES, excess)
+    if isinstance(data, ReadFailure):
+        yield data
     else:
         yield from read_parquet(body, pa.BufferReader(pa.py_buffer(data)))
 
@@ -115,11 +108,11 @@ def read_arrow_stream(body: Body) -> Records:
     try:
         if body.stream.peek(len(ARROW_FILE)) == ARROW_FILE:
             body.stream.skip(len(ARROW_FILE))
-        with pa.ipc.open_stream(pa.PythonFile(ForwardFile(body.stream), mode="r")) as reader:
+        with pa.ipc.open_stream(pa.PythonFile(body.stream, mode="r")) as reader:
             for batch in reader:
                 yield from _of_batch(rows, batch, body.source, row)
                 row += batch.num_rows
-            if row == 0 and (problem := rows.problem(reader.schema)):
+            if row == 0 and (problem := rows.problem(reader.schema)):  # no batch has told it
                 yield from lost_rows(rows.no_column, body.source, 0, 1, problem)
     except TABLE_ERRORS as error:
         yield unreadable(error, body.source, row)
@@ -142,7 +135,7 @@ def lost_rows(reason: str, source: str, first_row: int, count: int, message: str
         yield failed(reason, source, row, message + more)
 
 
-class _Feed:
+class _Feed(Iterator[str]):
     """Lines of text for the csv module, which requests further lines while a quoted field is open.
 
     Bytes that are not UTF-8 become surrogates, so that they affect only their row.
@@ -155,9 +148,6 @@ class _Feed:
         self._lines = lines(stream, END, MAX_FIELD_BYTES, keep=False)
         self._again: deque[str] = deque()
         self.row: list[str] = []
-
-    def __iter__(self) -> "_Feed":
-        return self
 
     def __next__(self) -> str:
         if self._again:
@@ -175,7 +165,7 @@ class _Feed:
 
     def reread(self) -> None:
         """Gives the lines behind the first of this row again: twice at most, because the next mark ends a row."""
-        self._again.extendleft(reversed(self.row[1:]))
+        self._again.extendleft(reversed(self.row[1:]))  # extendleft turns them round
 
 
 def read_delimited(body: Body, delimiter: str) -> Records:
@@ -199,6 +189,7 @@ def read_delimited(body: Body, delimiter: str) -> Records:
             message = f"the row has {len(fields)} of {len(header)} columns"
             yield failed("invalid_csv", source, row, message)
         else:
+            # As the feed has decoded.
             values = [fields[column].encode("utf-8", "surrogateescape") for column in columns if fields]
             yield from rows.of_row(values, source, row)
     if problem and not num_rows:  # most likely not a CSV file at all
@@ -228,7 +219,8 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
         delimiter = match[1].decode()
         stream.skip(match.end())
     if b"\r" in head[:-1] and b"\n" not in head:  # CR alone ends the rows, as in files of old spreadsheets
-        stream = ByteStream(partial(_with_newlines, stream), stream.position)
+        source_stream = stream
+        stream = ByteStream(lambda size: source_stream.read(size).replace(b"\r", b"\n"), stream.position)
     feed = _Feed(stream)
     rows = csv.reader(feed, delimiter=delimiter, strict=True)
     num_columns = row = 0
@@ -260,11 +252,8 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             if literal and literal[0]:
                 yield row, feed.row[0].rstrip("\r\n").split(delimiter)
             else:
+                # The csv module says "field larger than field limit".
                 reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
                 yield row, failed(reason, source, row, problem)
             feed.reread()
         row += 1
-
-
-def _with_newlines(stream: ByteStream, num_bytes: int) -> bytes:
-    return stream.read(num_bytes).replace(b"\r", b"\n")

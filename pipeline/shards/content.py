@@ -99,7 +99,7 @@ def _expression(value: str | None) -> str | None:
         return value
     try:
         groups = re.compile(value or "").groups
-    except (re.error, RecursionError, OverflowError) as error:
+    except (re.error, RecursionError, OverflowError) as error:  # deep nesting; a count of repeats beyond 32 bits
         raise ValueError(
             f"{value!r} is not a regular expression: {error}; give folder, parent_folder, an expression or null"
         ) from error
@@ -111,7 +111,20 @@ def _expression(value: str | None) -> str | None:
 LabelRule = Annotated[str | None, AfterValidator(_expression)]
 
 
-class ImagesContent(Strict):
+class _LabelledContent(Strict):
+    label: LabelRule = FOLDER
+    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above, such as LibriSpeech's
+    speaker. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to the corpus.
+    null: no labels. A `.cls` member next to it in a tar archive (WebDataset) and the label column in Parquet come
+    first. A file without a label is a failure."""
+    label_column: str = "label"
+    """Parquet column of the labels; numbers become names if the Hub's metadata in the file name them."""
+    max_labels: int | None = Field(default=None, ge=1)
+    """Keep the rows of this many labels, those with the most rows before copies are removed (ties: alphabetically).
+    null: all. `--plan` does not know them."""
+
+
+class ImagesContent(_LabelledContent):
     """Images from files, tar archives or Parquet; upright, RGB, stored as PNG.
 
     JPEG, PNG, WebP, GIF, BMP, TIFF and PPM are read. The first frame of an animation is taken. Transparent parts become
@@ -121,21 +134,11 @@ class ImagesContent(Strict):
     kind: Literal["images"]
     shortest_edge: int = Field(default=256, ge=8, le=2048)
     """Resize the shorter side to at most this many pixels; never upscale."""
-    label: LabelRule = FOLDER
-    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above, such as LibriSpeech's
-    speaker. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to the corpus.
-    null: no labels. A `.cls` member next to it in a tar archive (WebDataset) and the label column in Parquet come
-    first. A file without a label is a failure."""
     image: str = "image"
     """Parquet column of the images: bytes, or a struct with `bytes`."""
-    label_column: str = "label"
-    """Parquet column of the labels; numbers become names if the Hub's metadata in the file name them."""
-    max_labels: int | None = Field(default=None, ge=1)
-    """Keep the rows of this many labels, those with the most rows before copies are removed (ties: alphabetically).
-    null: all. `--plan` does not know them."""
 
 
-class AudioContent(Strict):
+class AudioContent(_LabelledContent):
     """Clips from files, tar archives or Parquet, as frames of log-mel energies.
 
     WAV, FLAC and Ogg (Vorbis, Opus) are read. Channels are averaged, and the clip is resampled to `sample_rate`.
@@ -152,18 +155,8 @@ class AudioContent(Strict):
     """Distance between two frames' starts, milliseconds."""
     max_seconds: float = Field(default=10.24, gt=0, le=600)
     """Longest clip, seconds; longer ones are cut and counted."""
-    label: LabelRule = FOLDER
-    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above, such as LibriSpeech's
-    speaker. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to the corpus.
-    null: no labels. A `.cls` member next to it in a tar archive (WebDataset) and the label column in Parquet come
-    first. A file without a label is a failure."""
     audio: str = "audio"
     """Parquet column of the clips: bytes, or a struct with `bytes`."""
-    label_column: str = "label"
-    """Parquet column of the labels; numbers become names if the Hub's metadata in the file name them."""
-    max_labels: int | None = Field(default=None, ge=1)
-    """Keep the rows of this many labels, those with the most rows before copies are removed (ties: alphabetically).
-    null: all. `--plan` does not know them."""
 
 
 MediaContent = ImagesContent | AudioContent
@@ -182,11 +175,6 @@ def noun_of(kind: ContentKind) -> str:
 def size_noun(kind: ContentKind) -> str:
     """Noun for the unit of `num_tokens` in messages."""
     return {"images": "pixels", "audio": "frames"}.get(kind, "tokens")
-
-
-def bytes_noun(kind: ContentKind) -> str:
-    """Noun for what `text_bytes` counts in messages."""
-    return "files" if kind in MEDIA_KINDS else "text"
 
 
 def keys_of(content: "AnyContent") -> dict[str, str]:

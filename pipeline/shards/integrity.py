@@ -1,20 +1,22 @@
-"""The index that readers of shards need, and checks of a shard's columns and rows: offsets, windows, texts, ids.
+"""Checks of a shard's columns and rows: offsets, windows, texts, ids.
 
 A shard may come from someone else, and Arrow reads wherever a file's offsets point.
 """
 
-from pathlib import Path
-from typing import Literal
-
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from declutr.common.errors import ShardError
-from declutr.pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
-from declutr.pipeline.shards.manifest import MANIFEST, SCHEMA_VERSION, load_manifest
+from declutr.pipeline.shards.content import (
+    LABELS,
+    NO_LABEL,
+    TRIPLE_LABELS,
+    AudioContent,
+    ContentKind,
+    ImagesContent,
+    TextKind,
+)
+from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.media import media_problem
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.shards.writer import media_schema, shard_schema
@@ -24,6 +26,7 @@ _TOKEN_TYPES = (pa.list_(pa.uint16()), pa.list_(pa.uint32()))
 
 def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | None:
     """A problem of the columns; None if they are those of a shard with this kind of rows."""
+    # Only names and types are compared, so any geometry will do.
     expected = media_schema(kind) if kind == "images" or kind == "audio" else shard_schema(1, Geometry(), "", kind=kind)
     if sorted(schema.names) != sorted(expected.names):
         return f"its columns are {', '.join(schema.names)}, not {', '.join(expected.names)}"
@@ -78,7 +81,7 @@ def content_problem(
     if problem:
         return problem
     if row := _first(tokens >= vocab_size):
-        at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
+        at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))  # "right", as a row ends before its sum
         return at, f"token id {tokens[row[0]]} is beyond the vocabulary of {vocab_size} tokens"
     return None
 
@@ -90,6 +93,7 @@ def _windows_problem(
     windows, counts = _lists(batch, "windows")
     longest = np.full(len(num_tokens), geometry.max_tokens)
     if short_documents == "shrink_spans":
+        # At least 1, or the division below would be by zero.
         longest = np.maximum(1, np.minimum(longest, num_tokens // (2 * geometry.num_anchors)))
     if row := _first(counts != num_tokens // longest):
         at = row[0]
@@ -100,7 +104,7 @@ def _windows_problem(
         )
     starts = _ordinals(counts) * np.repeat(longest, counts)
     if row := _first(windows != starts):
-        at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))
+        at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))  # "right", as a row ends before its sum
         return at, f"a window starts at {windows[row[0]]}, not at {starts[row[0]]}"
     return None
 
@@ -115,7 +119,7 @@ def _texts_problem(batch: pa.RecordBatch, kind: TextKind, num_tokens: NDArray[np
         return row[0], f"{counts[row[0]]} texts, which a row of {kind} never has"
     places, owners = _ordinals(counts), np.repeat(np.arange(len(counts)), counts)
     first = places == 0
-    before = np.where(first, -1, np.roll(starts, 1))
+    before = np.where(first, -1, np.roll(starts, 1))  # a row's first text has the start of another row before it
     if row := _first((first & (starts != 0)) | (starts <= before) | (starts >= num_tokens[owners])):
         at, place = int(owners[row[0]]), int(places[row[0]])
         after = f", the text before it at {before[row[0]]}" if place else ""
@@ -128,12 +132,13 @@ def _texts_problem(batch: pa.RecordBatch, kind: TextKind, num_tokens: NDArray[np
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[int] | None:
     """Index of the first True value, or None."""
-    return (int(wrong.argmax()),) if wrong.any() else None
+    return (int(wrong.argmax()),) if wrong.any() else None  # a tuple, because row 0 alone is false
 
 
 def _lists(batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """Values of a list column, and the length of each list."""
     lists = batch.column(name)
+    # `values` would ignore a slice.
     return lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy().astype(np.int64))
 
 
@@ -142,66 +147,10 @@ def _ordinals(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-class ListedShard(msgspec.Struct, frozen=True):
-    """The fields of a shard's manifest entry that are needed to find documents."""
-
-    name: str
-    split: Literal["train", "held-out"]
-    num_documents: int
-    num_bytes: int
-
-
-class _Tokenizer(msgspec.Struct, frozen=True):
-    vocab_size: int
-
-
-class _Content(msgspec.Struct, frozen=True):
-    kind: ContentKind = "documents"
-    num_mel_bins: int = 0
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    short_documents: ShortDocuments = "drop"
-    content: _Content = _Content()
-
-
-class ManifestIndex(msgspec.Struct, frozen=True):
-    """The part of a manifest that a reader needs; at 100,000 shards it takes a tenth of the whole's time and memory."""
-
-    schema_version: int
-    shards: list[ListedShard]
-    geometry: dict[str, int]
-    tokenizer: _Tokenizer | None
-    config: _Settings
-
-    def problem(self, rows: pa.RecordBatch) -> tuple[int, str] | None:
-        """Like `content_problem`, with this manifest's geometry and vocabulary."""
-        kind = self.kind
-        if kind == "images" or kind == "audio":
-            return media_problem(rows, kind, self.config.content.num_mel_bins)
-        geometry = Geometry.model_validate(self.geometry)
-        vocab_size = self.tokenizer.vocab_size if self.tokenizer else 0
-        return content_problem(rows, geometry, self.config.short_documents, vocab_size, kind)
-
-    @property
-    def kind(self) -> ContentKind:
-        """Kind of the rows."""
-        return self.config.content.kind
-
-
-def load_index(folder: Path) -> ManifestIndex:
-    """Reads the index of a manifest; if that fails, reads the whole manifest for a detailed error message.
-
-    Raises:
-        ShardError: see `load_manifest`.
-    """
-    try:
-        index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=ManifestIndex)  # skips all other fields
-        Geometry.model_validate(index.geometry)
-        if index.schema_version == SCHEMA_VERSION:
-            return index
-        problem = f"schema version {index.schema_version}"
-    except (OSError, msgspec.DecodeError, ValidationError) as error:
-        problem = str(error)
-    load_manifest(folder)  # its errors name the field
-    raise ShardError(f"{folder / MANIFEST} is not a manifest of this version: {problem}")
+def rows_problem(rows: pa.RecordBatch, manifest: Manifest) -> tuple[int, str] | None:
+    """Like `content_problem`, with the kind of rows, the geometry and the vocabulary of a manifest."""
+    content = manifest.content
+    if isinstance(content, ImagesContent | AudioContent):
+        return media_problem(rows, content.kind, getattr(content, "num_mel_bins", 0))
+    vocab_size = manifest.text_tokenizer.vocab_size
+    return content_problem(rows, manifest.geometry, manifest.short_documents, vocab_size, content.kind)

@@ -22,14 +22,14 @@ into sentences, it has one row for each sentence, with the offset of the documen
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from declutr.common.config import Strict
 from declutr.common.errors import ShardError
@@ -40,22 +40,33 @@ from declutr.pipeline.readers.corpus import ID_BYTES, ReadFailure, Record, bare_
 class Counts(Strict):
     """Counts of the documents that were read. They balance: read = kept + all dropped + all failed."""
 
-    read: int
-    kept: int
-    dropped: dict[str, int]
+    model_config = ConfigDict(frozen=False)
+
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = Field(default_factory=Counter)
     """Documents by drop reason."""
-    failed: dict[str, int]
+    failed: Counter[str] = Field(default_factory=Counter)
     """Documents by failure reason; a file that breaks off counts once."""
-    text_bytes: int
+    text_bytes: int = 0
     """UTF-8 bytes of the readable documents, whitespace-normalised."""
-    longest_tokens: int
+    longest_tokens: int = 0
     """Tokens of the longest document, kept or not."""
     unknown_tokens: int = 0
     """Tokens of the kept documents that stand for words which the tokenizer does not know."""
-    labels: dict[str, int] = Field(default_factory=dict)
+    labels: Counter[str] = Field(default_factory=Counter)
     """Kept hypotheses, images or clips by label."""
-    notes: dict[str, int] = Field(default_factory=dict)
+    notes: Counter[str] = Field(default_factory=Counter)
     """Kept images or clips by what was changed, such as `first_frame` or `cut`."""
+
+    def add(self, entry: "Entry", kept: bool) -> None:
+        """Counts one more document; one without an id could not be read."""
+        self.read += 1
+        self.kept += kept
+        if not kept:
+            (self.failed if entry.id is None else self.dropped)[entry.status] += 1
+        self.text_bytes += entry.text_bytes
+        self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
 
     def check(self, what: str) -> None:
         """Checks that the counts balance.
@@ -68,44 +79,28 @@ class Counts(Strict):
             raise ShardError(f"{what}: {self.read} documents read, but {explained} kept, dropped or failed")
 
 
-def sum_counts(counts: list[Counts]) -> Counts:
-    """Sums counts over units."""
-
-    def sum_of(name: str) -> dict[str, int]:
-        # Equal bytes in any order of units.
-        return dict(sorted(sum((Counter(getattr(count, name)) for count in counts), Counter[str]()).items()))
-
-    return Counts(
-        read=sum(count.read for count in counts),
-        kept=sum(count.kept for count in counts),
-        text_bytes=sum(count.text_bytes for count in counts),
-        longest_tokens=max((count.longest_tokens for count in counts), default=0),
-        unknown_tokens=sum(count.unknown_tokens for count in counts),
-        **{name: sum_of(name) for name in ("dropped", "failed", "labels", "notes")},
-    )
+def sum_counts(counts: Sequence[Counts]) -> Counts:
+    """Sums counts over units; by name, so that any order of documents and units gives equal bytes."""
+    sums: dict[str, Any] = {}
+    for name in Counts.model_fields:
+        values = [getattr(count, name) for count in counts]
+        if isinstance(getattr(Counts(), name), Counter):
+            sums[name] = dict(sorted(sum(values, Counter[str]()).items()))
+        else:
+            sums[name] = max(values, default=0) if name == "longest_tokens" else sum(values)
+    return Counts(**sums)
 
 
 _MOST_FILES = 100  # files with failures that are listed of a unit; all failures are counted
 _LEAST_ROWS = 10  # of a file whose share of failures is looked at
 
 
-class FileCounts(Strict):
-    """Records of a file with failures."""
-
-    read: int = 0
-    """Records that could be read."""
-    failed: int = 0
-    broken: int = 0
-    """1 if the rest of the file is lost."""
-    left_bytes: int = 0
-    """Input bytes of this rest, as far as the file has them."""
-
-
 class Losses(Strict):
     """Counts of the files of a unit, or of all units."""
 
-    files: dict[str, FileCounts] = Field(default_factory=dict)
-    """Files with failures, broken ones and the most failures first."""
+    files: dict[str, Counter[str]] = Field(default_factory=dict)
+    """Files with failures, broken ones and the most failures first: records that were `read` and that `failed`. If the
+    rest of a file is lost, `broken` is 1, and `left_bytes` are its input bytes, as far as the file has them."""
     whole: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """Number of the other files, and of the records in them, by ending."""
     read: int = 0
@@ -119,31 +114,33 @@ class Losses(Strict):
         A file that was cut short does not tell its length, so it counts like a whole file with its ending; one whose
         bytes are there counts by them, if that is more.
         """
-        per_byte = self.read / max(1, self.num_bytes - sum(file.left_bytes for file in self.files.values()))
+        # Nothing may have been read of any file.
+        per_byte = self.read / max(1, self.num_bytes - sum(file["left_bytes"] for file in self.files.values()))
         lost = 0.0
         for source, file in self.files.items():
-            if file.broken:
+            if file["broken"]:
                 num_files, num_records = self.whole.get(bare_suffix(source), (0, 0))
                 mean = num_records / max(1, num_files)
-                lost += max(0.0, mean - file.read - file.failed, file.left_bytes * per_byte - 1)
+                # 1 less: its failure is counted.
+                lost += max(0.0, mean - file["read"] - file["failed"], file["left_bytes"] * per_byte - 1)
         return round(lost)
 
     @property
     def num_broken(self) -> int:
         """Files that break off."""
-        return sum(file.broken for file in self.files.values())
+        return sum(file["broken"] for file in self.files.values())
 
     @property
     def num_files(self) -> int:
         """Files, those without failures included."""
         return len(self.files) + sum(num_files for num_files, _ in self.whole.values())
 
-    def worst(self, share: float) -> list[tuple[str, FileCounts]]:
+    def worst(self, share: float) -> list[tuple[str, Counter[str]]]:
         """Files with ten and more records of which more than this share failed."""
         return [
             (source, file)
             for source, file in self.files.items()
-            if (rows := file.read + file.failed) >= _LEAST_ROWS and file.failed > share * rows
+            if (rows := file["read"] + file["failed"]) >= _LEAST_ROWS and file["failed"] > share * rows
         ]
 
 
@@ -167,7 +164,7 @@ class LossCounter:
             counts = self._of_member
         if isinstance(record, ReadFailure):
             counts["failed"] += 1
-            counts["broken"] |= record.rest
+            counts["broken"] |= record.rest  # a file breaks off once, however often that is told
         else:
             counts["read"] += 1
 
@@ -197,16 +194,16 @@ class LossCounter:
 
     def losses(self, most: int | None = _MOST_FILES) -> Losses:
         """The counts of all parts that have ended, of at most so many files with failures."""
+        # By name last, so that ties have one order.
         ranked = sorted(self._files.items(), key=lambda item: (-item[1]["broken"], -item[1]["failed"], item[0]))
-        files = {source: FileCounts(**counts) for source, counts in ranked[:most]}
         whole = {ending: (files, records) for ending, (files, records) in sorted(self._whole.items())}
-        return Losses(files=files, whole=whole, read=self._read, num_bytes=self._num_bytes)
+        return Losses(files=dict(ranked[:most]), whole=whole, read=self._read, num_bytes=self._num_bytes)
 
     def join(self, losses: Losses) -> None:
         """Adds the counts of another unit; a file that both read is one."""
         for source, file in losses.files.items():
-            self._files.setdefault(source, Counter()).update(file.model_dump())
-            self._files[source]["broken"] = min(1, self._files[source]["broken"])
+            self._files.setdefault(source, Counter()).update(file)
+            self._files[source]["broken"] = min(1, self._files[source]["broken"])  # `update` added both
         for ending, counts in losses.whole.items():
             whole = self._whole.setdefault(ending, [0, 0])
             whole[:] = [before + more for before, more in zip(whole, counts, strict=True)]
@@ -258,7 +255,8 @@ class Entry:
     detail: str | None
 
 
-class LedgerFile(Strict):
+@dataclass(frozen=True, slots=True)
+class LedgerFile:
     """Description of a ledger in its sidecar."""
 
     name: str
@@ -298,7 +296,7 @@ class LedgerWriter(ExitStack):
         self._entries = []
 
     def _end(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._entries:
+        if kind is None and self._entries:  # after an error the file does not appear
             self._flush()
 
     def result(self) -> LedgerFile:

@@ -1,10 +1,10 @@
 """Rows of images and audio in shards: their columns, their values, and checks of what the columns say."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ _HEADER_BYTES = 24  # bytes of a PNG up to and with the width and the height
 MAX_PIXELS = 89_478_485
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(msgspec.Struct, frozen=True, tag=True):
     """A stored image.
 
     Attributes:
@@ -44,8 +43,7 @@ class Image:
         return len(self.png)
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(msgspec.Struct, frozen=True, tag=True):
     """A stored clip.
 
     Attributes:
@@ -105,6 +103,7 @@ def media_rows(batch: pa.RecordBatch) -> Iterator[Media]:
 
 def lists(column: pa.Array) -> Iterator[NDArray[Any]]:
     """The lists of a column."""
+    # Not `flatten`: offsets count from the first value.
     values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
     for start, stop in pairwise(offsets.tolist()):
         yield values[start:stop]
@@ -135,6 +134,7 @@ def _images_problem(batch: pa.RecordBatch) -> tuple[int, str] | None:
         )
     for row, image in enumerate(batch.column("image")):
         head = image.as_buffer()[:_HEADER_BYTES].to_pybytes()
+        # IHDR comes first, and begins with them.
         sizes = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
         if not head.startswith(PNG) or sizes != (width[row], height[row]):
             return row, f"its image is no PNG of {width[row]} x {height[row]} pixels"
@@ -154,6 +154,7 @@ def _audio_problem(batch: pa.RecordBatch, num_mel_bins: int) -> tuple[int, str] 
             "manifest"
         )
     if not (finite := np.isfinite(column.flatten().to_numpy())).all():
+        # "right", as a row ends before its sum.
         row = int(np.searchsorted(np.cumsum(lengths), int((~finite).argmax()), side="right"))
         return row, "it has energies that are not finite"
     return None

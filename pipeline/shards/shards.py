@@ -14,9 +14,17 @@ from declutr.common import seeding
 from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
-from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_index, memory_problem, schema_problem
+from declutr.pipeline.shards.integrity import memory_problem, rows_problem, schema_problem
 from declutr.pipeline.shards.ledger import LedgerFile
-from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, joined_manifest, load_manifest
+from declutr.pipeline.shards.manifest import (
+    MANIFEST,
+    ListedShard,
+    Manifest,
+    Shard,
+    joined_manifest,
+    load_index,
+    load_manifest,
+)
 
 MOST_OPEN = 8192  # some 10 KiB each, and a memory map, of which a process may have 65,530
 
@@ -55,8 +63,8 @@ class ShardSet:
         self.folder, self.folders, self.part = folder, (folder, *others), part
         self._most_open = most_open
         indexes = [load_index(path) for path in self.folders]
-        self._index = indexes[0]
-        listed = [[shard for shard in index.shards if shard.split == split] for index in indexes]
+        self._facts = indexes[0][0]
+        listed = [[shard for shard in shards if shard.split == split] for _, shards in indexes]
         # Numbers are the order of training, whatever the order of the manifest.
         self._shards = [shard for group in listed for shard in sorted(group, key=lambda shard: shard.name)]
         self._firsts = np.cumsum([0, *map(len, listed)])  # first shard of each corpus, and their number
@@ -91,7 +99,7 @@ class ShardSet:
         """Numbers of the documents of the part in the split, ascending."""
         share, seed = self.part or (1.0, 0)
         keys = [self._shard(number).keys() for number in range(len(self._shards))]
-        joined = np.concatenate([np.empty(0, np.uint64), *keys])
+        joined = np.concatenate([np.empty(0, np.uint64), *keys])  # a split may have no shard
         # By id, so that more shards or another order choose the same documents.
         drawn = seeding.words(seed, "share of the corpus", joined, np.zeros_like(joined), 1)[:, 0]
         return np.flatnonzero(seeding.unit(drawn) < share)
@@ -144,7 +152,7 @@ class ShardSet:
         order = np.argsort(np.concatenate(requested_places), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
         table = gathered.take(pa.array(order)).combine_chunks()
-        if unsound := self._index.problem(table.to_batches()[0]):
+        if unsound := rows_problem(table.to_batches()[0], self._facts):
             at, problem = unsound
             path = self._folder_of(int(which[at])) / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
@@ -154,13 +162,14 @@ class ShardSet:
         if number not in self._open:
             if problems := self._size_problems(number):
                 raise ShardError("\n".join(problems))
-            self._open[number] = _OpenShard(self._folder_of(number), self._shards[number], self._index.kind)
+            self._open[number] = _OpenShard(self._folder_of(number), self._shards[number], self._facts.content.kind)
             if len(self._open) > self._most_open:
                 self._open.popitem(last=False)  # the one not used for the longest time; each holds a memory map
         self._open.move_to_end(number)
         return self._open[number]
 
     def _folder_of(self, number: int) -> Path:
+        # "right" passes corpora without shards.
         return self.folders[int(np.searchsorted(self._firsts, number, side="right")) - 1]
 
     def _size_problems(self, number: int) -> list[str]:
@@ -213,16 +222,15 @@ class _OpenShard:
             self._safe.add(number)
         return batch
 
-    def problem(self, index: ManifestIndex) -> str | None:
-        """An error message for the first unsound document; None if all are sound."""
+    def check(self, manifest: Manifest) -> None:
+        """Checks all documents.
+
+        Raises:
+            ShardError: one is unsound.
+        """
         for number, start in enumerate(self._starts[:-1]):
-            try:
-                unsound = index.problem(self._batch(number))
-            except ShardError as error:
-                return str(error)
-            if unsound:
-                return _unsound(self._path, int(start) + unsound[0], unsound[1])
-        return None
+            if unsound := rows_problem(self._batch(number), manifest):
+                raise ShardError(_unsound(self._path, int(start) + unsound[0], unsound[1]))
 
 
 def check_shards(folder: Path, full: bool = False) -> list[str]:
@@ -237,20 +245,18 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
         ShardError: the manifest is missing.
     """
     manifest = load_manifest(folder)
-    written = (folder / MANIFEST).stat().st_mtime_ns
-    index, problems = load_index(folder), list[str]()
+    written, problems = (folder / MANIFEST).stat().st_mtime_ns, list[str]()
     for shard in manifest.shards:
         shard_problems = _size_problems(folder, shard)
         if not shard_problems:
             try:
-                opened = _OpenShard(folder, shard, index.kind)
-            except ShardError as error:
-                shard_problems = [str(error)]
-            else:
+                opened = _OpenShard(folder, shard, manifest.content.kind)
                 # A file that is newer than the manifest was changed in place.
                 if full or (folder / shard.name).stat().st_mtime_ns > written:
-                    problem = opened.problem(index)
-                    shard_problems = _hash_problems(folder, shard) + ([problem] if problem else [])
+                    shard_problems = _hash_problems(folder, shard)
+                    opened.check(manifest)
+            except ShardError as error:
+                shard_problems.append(str(error))
         problems += shard_problems
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
@@ -286,6 +292,7 @@ def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
     """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
     ids = _whole(documents.column("id"))
+    # The buffer is that of the whole column, also of a slice.
     raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
     return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
 

@@ -1,17 +1,29 @@
-"""Tokenization of texts with bounded memory, by the engine chosen for a tokenizer (engine.py)."""
+"""Tokenization of texts with bounded memory, and the choice of its engine: a faster one if tests show the same ids."""
 
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from importlib.metadata import version
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE, WordTable
+from declutr.common import seeding
+from declutr.common.errors import ConfigError
+from declutr.pipeline.tokenizer.fast_engines import (
+    ByteLevelBPE,
+    WordTable,
+    byte_letters,
+    bytelevel_obstacle,
+    wordpiece_obstacle,
+)
+from declutr.pipeline.tokenizer.tokenization import EngineSetting
 
 EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]
@@ -38,8 +50,7 @@ class BatchTokenizer:
 
     Args:
         backend: the tokenizer; its settings are changed, so it must not be shared.
-        engine: library that applies it; only `tokenizers`, unless `choose_engine` (engine.py) found that the ids are
-            the same.
+        engine: library that applies it; only `tokenizers`, unless `choose_engine` found that the ids are the same.
         parsed: result of `parse` for the tokenizer, if the caller has it.
 
     Attributes:
@@ -55,7 +66,7 @@ class BatchTokenizer:
             backend = _without_pieces(parsed, self._hidden)
         self._backend = backend
         backend.encode_special_tokens = True
-        backend.no_truncation()
+        backend.no_truncation()  # a tokenizer.json can bring it, and padding
         backend.no_padding()
         self.prefix = " " if "ByteLevel" in _types(parsed["pre_tokenizer"]) else ""
         self._cut = _safe_cut(parsed)
@@ -117,7 +128,7 @@ def spelled_specials(backend: Tokenizer, parsed: dict[str, Any]) -> set[str]:
     """
     backend.encode_special_tokens = True
     specials = {token["content"]: token["id"] for token in parsed["added_tokens"] if token["special"]}
-    texts = [f"{content} a {content}a{content}" for content in specials]
+    texts = [f"{content} a {content}a{content}" for content in specials]  # alone, after a space and within a word
     encoded = zip(specials.items(), backend.encode_batch_fast(texts, add_special_tokens=False), strict=True)
     spelled = {content for (content, number), encoding in encoded if number in encoding.ids}
     unknown = parsed["model"].get("unk_token")  # the model needs it, and a text that spells it is unknown
@@ -179,3 +190,122 @@ def batches(
             group, group_size = [], 0
     if group:
         yield group
+
+
+_CHARACTERS_AT_ONCE = 200_000
+_SPACES_END = 0x3100  # all whitespace characters are below this code point; Unicode adds none
+_DIFFICULT = (
+    *("", "\0", " ", "   ", " \n", "\n\n", "a ", " a", "_a_b__c-d--e...f!!!?!g@h#i$%^&*()", "\U0010ffff\ufffd\ufffe"),
+    "it's we'll they've I'M 'tis 's'S ''s '' ' d'd 'll've \u2019s",
+    "don't\n't\t'm 1'st 2'2 a'1 !'!s",
+    "a  b   c\n\nd \n e\t\tf \r\n g\xa0\xa0h \xa0 i\u3000j \u2028 k\x85l\x1cm \x1f n",
+    "3.14159 1,000,000 0x1F ½ ²³ ٣٤٥ ४५६ 〇一二三 Ⅷ 1a2b3c",
+    "naïve café e\u0301\u0301 A\u030a \u1e9b\u0323 ﬁ ﷺ Ａｂｃ ǅ \u200b\u200d\ufeff\u00ad\u2060",
+    "\U0001f600 \U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "\U0001f3f3\ufe0f\u200d\U0001f308 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fdx",
+    "東京都は日本の首都です。한국어 ภาษาไทย עולם مرحبا بالعالم \u202eabc\u202c",
+)
+_SURROGATES = range(0xD800, 0xE000)  # no text in UTF-8 has them
+
+
+# Versions of tiktoken and tokenizers whose character tables are known to agree (checked by a test).
+_AGREEING = {("0.14.0", "0.23.3")}
+
+
+def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = ()) -> tuple[EngineName, str]:
+    """The engine for the tokenizer of a folder written by `save_pretrained`, and the reason for it.
+
+    tiktoken (byte-level BPE) is chosen if nothing in the tokenizer forbids it, both libraries classify letters, numbers
+    and whitespace of Unicode alike, and all ids of difficult texts and of the sample are the same. The table of words
+    (WordPiece) is chosen if nothing forbids it and those ids are the same. Takes about two seconds, plus one for each
+    2 MiB of sample.
+
+    Args:
+        folder: folder with `tokenizer.json`.
+        setting: `tokenizer.engine` of the configuration.
+        sample: texts of the corpus, as they will be encoded.
+
+    Raises:
+        ConfigError: the configured engine cannot give the same ids.
+    """
+    if setting == "tokenizers":
+        return "tokenizers", "tokenizer.engine = 'tokenizers'"
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    parsed = parse(backend)
+    name: EngineName = "wordpiece" if parsed["model"]["type"] == "WordPiece" else "tiktoken"
+    name = name if setting == "auto" else setting
+    reason = wordpiece_obstacle(parsed) if name == "wordpiece" else bytelevel_obstacle(backend, parsed)
+    if reason is None and name == "tiktoken" and (version("tiktoken"), version("tokenizers")) not in _AGREEING:
+        reason = disagreement_of_patterns()
+    if reason is None:
+        # Two backends, because each batch tokenizer changes the settings of its backend.
+        fast = BatchTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), name, parsed)
+        reference = BatchTokenizer(backend, parsed=parsed)
+        reason = disagreement(reference, fast, difficult_texts(backend)) or disagreement(reference, fast, sample)
+    if reason is None:
+        return name, "gives the ids of `tokenizers` on all tested texts"
+    if setting != "auto":
+        problem = f"tokenizer.engine = {setting!r} cannot replace this tokenizer: {reason}; set it to auto"
+        raise ConfigError("tokenizer", [problem])
+    return "tokenizers", f"{name} cannot replace this tokenizer: {reason}"
+
+
+def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterable[str]) -> str | None:
+    """Describes the first text whose ids differ; None if all ids are equal."""
+    for batch in batches(texts, len, _CHARACTERS_AT_ONCE):
+        for text, expected, actual in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
+            if not np.array_equal(expected, actual):
+                shared = min(len(expected), len(actual))
+                # False last: one may begin with the other.
+                first = int(np.argmin(np.append(expected[:shared] == actual[:shared], False)))
+                return f"ids differ from token {first} of a text that begins {text[:60]!r}"
+    return None
+
+
+def difficult_texts(backend: Tokenizer) -> Iterator[str]:
+    """Texts in which tokenizers are most likely to differ, the same every time."""
+    specials = [token.content for token in backend.get_added_tokens_decoder().values()]
+    yield from specials
+    yield "".join(f"a{special}b {special} " for special in specials)
+    yield from _DIFFICULT
+    yield "".join(map(chr, range(256)))
+    yield "".join(chr(code) + " " for code in range(0x20, 0x3000, 3))
+    for run in ("a", "!", "=", "7", " ", "\n", "ab", "é", "東", "😀", " a", "'s"):
+        yield from (run * length for length in (3, 100, 5000))
+    yield from _drawn("abcxyzETAOIN  \n\t'\".,0129-_éßçжДم東한😀\u0301\u200d\xa0", 1000, 30)
+    yield from _drawn("etaoinshrdlu", 1, 20_000)  # one word
+
+
+def _drawn(alphabet: str, count: int, length: int) -> Iterator[str]:
+    """Random texts."""
+    numbers = np.arange(count, dtype=np.uint64)
+    for row in seeding.words(0, "difficult texts", numbers, np.zeros_like(numbers), length):
+        yield "".join(alphabet[drawn % len(alphabet)] for drawn in row.tolist())
+
+
+@cache
+def disagreement_of_patterns() -> str | None:
+    """Names characters that the installed libraries classify differently (letter, number, whitespace or other).
+
+    Their tables come from different versions of Unicode. The test vocabulary has a token for "a" followed by each byte,
+    and for each byte followed by "1" or "!". In "aX1" the tokens then show in which word a library puts X.
+    """
+    letters = byte_letters()
+    vocab = {letter: index for index, letter in enumerate(letters)}
+    merges = list(dict.fromkeys([*product(["a"], letters), *product(letters, ["1", "!"])]))  # a1 and a! occur in both
+    vocab |= {first + second: index for index, (first, second) in enumerate(merges, start=len(vocab))}
+    backends = [Tokenizer(models.BPE(vocab=vocab, merges=merges)) for _ in range(2)]
+    for backend in backends:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference, fast = BatchTokenizer(backends[0]), BatchTokenizer(backends[1], "tiktoken")
+    # Planes from 2 on are uniform or sparsely assigned, so that every 64th character is enough.
+    codes = chain(range(0x20000), range(0x20000, 0x110000, 64))
+    texts = [f"a{chr(code)}1" for code in codes if code not in _SURROGATES]
+    texts += [f"a{chr(code)}!" for code in range(_SPACES_END)]
+    for start in range(0, len(texts), 256):
+        group = texts[start : start + 256]
+        if disagreement(reference, fast, ["".join(group)]):
+            odd = [text for text in group if disagreement(reference, fast, [text])]
+            names = ", ".join(f"U+{ord(text[1]):04X}" for text in odd[:5])
+            return f"the libraries classify {names} differently"
+    return None

@@ -166,7 +166,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         vocab_size=vocab_size,
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # `alphabet` has no fixed order
         special_tokens=["<s>", "<pad>", "</s>", "<unk>", mask],
     )
     backend.train_from_iterator((part for text in texts for part in _cut_runs(" " + text)), trainer)
@@ -202,7 +202,7 @@ def fingerprint(tokenizer: Any) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     if "merges" in model:
-        model["merges"] = [" ".join(merge) for merge in model["merges"]]
+        model["merges"] = [" ".join(merge) for merge in model["merges"]]  # `to_str` gives pairs since tokenizers 0.20
     return hash_json(_facts(backend) | {"model": model, "special_ids": special_ids(tokenizer)})
 
 
@@ -212,7 +212,7 @@ def describe_tokenizer(tokenizer: Any, kind: Literal["pretrained", "train"]) -> 
     return TokenizerInfo(
         kind=kind,
         fingerprint=fingerprint(tokenizer),
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,  # ids can have gaps
         bos_token_id=ids["cls"] if ids["cls"] is not None else ids["bos"],
         eos_token_id=ids["sep"] if ids["sep"] is not None else ids["eos"],
         pad_token_id=ids["pad"],

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from declutr.cli.encoders import export as export
     from declutr.cli.evaluate import evaluate as evaluate
     from declutr.embedding.build import index as index
+    from declutr.embedding.index import Searcher as Searcher
+    from declutr.embedding.index import search as search
     from declutr.embedding.job import embed as embed
-    from declutr.embedding.search import Searcher as Searcher
-    from declutr.embedding.search import search as search
     from declutr.encoders.loading import load_encoder as load  # noqa: F401
     from declutr.pipeline.prepare import prepare as prepare
     from declutr.trainer.train import train as train
@@ -28,8 +28,8 @@ _PLACES = {
     "evaluate": "declutr.cli.evaluate:evaluate",
     "export": "declutr.cli.encoders:export",
     "index": "declutr.embedding.build:index",
-    "search": "declutr.embedding.search:search",
-    "Searcher": "declutr.embedding.search:Searcher",
+    "search": "declutr.embedding.index:search",
+    "Searcher": "declutr.embedding.index:Searcher",
 } | {
     name: f"declutr.common.errors:{name}"
     for name in (

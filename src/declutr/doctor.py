@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 _SHOWN = ("ray", "torch", "transformers", "pyarrow", "numpy")
 _SMI_FIELDS = "name,memory.total,memory.used,utilization.gpu,driver_version"
-_SMI_SECONDS, _FAMILIES = 20, (socket.AF_INET, socket.AF_INET6)
-_BUSY_MIB, _BUSY_PERCENT = 1024, 10
-_SYNC_LIMIT_MS, _REPLACES = 100.0, 50
+_SMI_SECONDS = 20
+_BUSY_MIB, _BUSY_PERCENT = 1024, 10  # memory and time of a GPU that another process uses
+_SYNC_LIMIT_MS = 100.0  # of an fsync, above which every checkpoint waits for the disk
+_REPLACES = 50  # renames during which a file is read
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _WEIGHT_BYTES, _MOMENTS_BYTES = 4, 8  # of a parameter; AdamW's two moments are float32
 _RAY_PROCESSES = {  # parts of the command line, kind
     "dashboard/dashboard.py": "dashboard", "util.client.server": "Ray client", "gcs_server": "gcs",
@@ -150,6 +152,7 @@ def check_versions() -> Finding:
     wrong = [] if own else ["declutr-ray is not installed"]
     for requirement in map(Requirement, own.requires or [] if own else []):
         package = installed.get(canonicalize_name(requirement.name))
+        # extras are optional
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if package is None or not requirement.specifier.contains(package.version, prereleases=True):
@@ -165,7 +168,7 @@ def ask_smi() -> str | None:
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
     except FileNotFoundError:
-        return ""
+        return ""  # no driver, so no GPU
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -190,6 +193,7 @@ def check_gpus(answer: str | None, torch_version: str, cuda_of_torch: str | None
     busy = [
         f"GPU {number}: {used} of {total} MiB used, {percent}% busy"
         for number, (_, total, used, percent, _) in enumerate(rows)
+        # nvidia-smi writes [N/A] for what a GPU does not tell
         if (used.isdigit() and int(used) > _BUSY_MIB) or (percent.isdigit() and int(percent) > _BUSY_PERCENT)
     ]
     if rows:
@@ -255,11 +259,11 @@ def check_folder(place: str, needed_bytes: int) -> list[Finding]:
     A folder that does not exist is tested at its nearest parent, because a run creates it.
     """
     from declutr.common.stores.address import is_remote
-    from declutr.common.stores.folder import Folder, RetryPolicy
+    from declutr.common.stores.folder import Folder
 
     try:
         if is_remote(place):
-            folder, file = Folder(place, RetryPolicy(total_seconds=0.0)), f".declutr-doctor-{time.time_ns()}"
+            folder, file = Folder(place, retry_seconds=0.0), f".declutr-doctor-{time.time_ns()}"
             content = os.urandom(16)
             folder.put(file, content)
             same = folder.read(file) == content

@@ -33,7 +33,7 @@ from declutr.adaptation.job import _Adaptation, adapt
 from declutr.adaptation.passages import _select, held_out_documents, make_passages
 from declutr.cli.main import main
 from declutr.common.bootstrap import grouped
-from declutr.common.config import validated
+from declutr.common.config import load_config
 from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.common.paths import listed
 from declutr.encoders.loading import load_encoder
@@ -116,7 +116,7 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     with pytest.raises(UsageError, match=all_of("seed", "another folder")):
         adapt(encoder, documents, output, steps=20, seed=1)
     given = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
-    config = validated("adapt", AdaptConfig, given).located()
+    config = load_config(given, "adapt", AdaptConfig).located()
     test = judged_set(config, output)
     for name in (CLOSED, TRAINED):
         again = test.encoder(load_transformer(str(place_of(config, output, name))))["distant"]
@@ -146,7 +146,7 @@ def place_of(config, output, name):
 
 def judged_set(config, output):
     """The test documents: none of those that chose, and none that was trained on."""
-    splits = held_out_documents(config.prepare_config(output / "data"), output / "data", config.seed)
+    splits = held_out_documents(config.prepare_config(output / "data").corpus, output / "data", config.seed)
     development, test = (set(splits[name]) for name in ("development", "test"))
     assert min(len(development), len(test)) >= 100
     assert not development & test
@@ -184,9 +184,9 @@ def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(en
         np.testing.assert_array_equal(values["distant"][fold_of == fold], expected)
     assert (sums.spans, sums.documents) == (len(rows), 12)
     builder = CandidateBuilder(
-        validated("adapt", AdaptConfig, {"encoder": str(encoder), "corpus": ["-"]}), tmp_path, tmp_path
+        load_config({"encoder": str(encoder), "corpus": ["-"]}, "adapt", AdaptConfig), tmp_path, tmp_path
     )
-    builder.keep_closed(start, sums)
+    builder.make(CLOSED, start, 0, sums)
     layer = builder.load(CLOSED).after[1].linear.weight.detach().numpy()
     assert layer == pytest.approx(whitening(WithinSums.of(rows, found.owners)), rel=1e-5)
 

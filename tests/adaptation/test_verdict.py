@@ -199,7 +199,7 @@ CONFIG = AdaptConfig(encoder="models/x", corpus=["texts"], minutes=10)
 
 def test_opened_after_a_stop_or_a_kill_keeps_time_steps_and_looks(tmp_path):
     with opened(CONFIG, tmp_path) as state:
-        state.decide_steps(77)
+        state.write(steps=77)
         state.look("first")
         killed = (tmp_path / STATE).read_bytes()
     for left in ((tmp_path / STATE).read_bytes(), killed):
@@ -210,24 +210,18 @@ def test_opened_after_a_stop_or_a_kill_keeps_time_steps_and_looks(tmp_path):
             assert [state.look(what) for what in ("first", "second", "first")] == [1, 2, 2]
 
 
-def test_decide_steps_of_no_time_is_decided_again(tmp_path):
-    with opened(CONFIG, tmp_path) as state:
-        state.decide_steps(0)
-    with opened(CONFIG, tmp_path) as state:
-        assert state.steps is None
-
-
-def test_begin_with_an_encoder_that_has_changed_is_refused(tmp_path):
+def test_start_with_an_encoder_that_has_changed_is_refused(tmp_path):
     for _ in range(2):
         with opened(CONFIG, tmp_path) as state:
-            state.begin("first")
+            state.check("first")
+            state.write(start="first")
     with opened(CONFIG, tmp_path) as state, pytest.raises(UsageError, match=all_of("encoder has changed", "folder")):
-        state.begin("second")
+        state.check("second")
 
 
 def test_opened_with_another_encoder_is_refused(tmp_path):
     with opened(CONFIG, tmp_path) as state:
-        state.decide_steps(77)
+        state.write(steps=77)
     with (
         pytest.raises(UsageError, match=all_of("another encoder", "another folder")),
         opened(CONFIG.model_copy(update={"encoder": "models/y"}), tmp_path),

@@ -49,17 +49,19 @@ def plain(embeddings, owners, power, shrinkage):
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize(("power", "shrinkage"), [(0.25, 0.1), (0.5, 0.001), (1.0, 10.0)])
-def test_whitening_of_any_number_of_blocks_equals_a_plain_writing(blocks, power, shrinkage):
+def test_whitening_of_any_number_of_blocks_equals_a_plain_writing(blocks, power, shrinkage, monkeypatch):
+    monkeypatch.setattr("declutr.adaptation.candidates.POWER", power)
+    monkeypatch.setattr("declutr.adaptation.candidates.SHRINKAGE", shrinkage)
     counts = [4, 2, 1, 3, 4, 4, 2, 5, 1, 4]
     embeddings, owners = drawn(counts)
     parts = np.array_split(np.arange(len(counts)), blocks)
     sums = [WithinSums.of(embeddings[mine], owners[mine]) for part in parts for mine in [np.isin(owners, part)]]
-    found = whitening(sum(sums[1:], sums[0]), power, shrinkage)
+    found = whitening(sum(sums[1:], sums[0]))
     assert np.abs(found - plain(embeddings, owners, power, shrinkage)).max() < 1e-10
 
 
 def test_whitening_from_fewer_documents_than_dimensions_is_finite():
-    matrix = whitening(WithinSums.of(*drawn([2, 2], size=64)), 0.25, 0.1)
+    matrix = whitening(WithinSums.of(*drawn([2, 2], size=64)))
     assert np.isfinite(matrix).all()
     assert np.linalg.eigvalsh(matrix).min() > 0
 
@@ -74,12 +76,12 @@ def test_whitening_from_fewer_documents_than_dimensions_is_finite():
 )
 def test_whitening_of_documents_without_spread_is_refused(embeddings, owners, words):
     with pytest.raises(UsageError, match=all_of(*words)):
-        whitening(WithinSums.of(embeddings, owners), 0.25, 0.1)
+        whitening(WithinSums.of(embeddings, owners))
 
 
 def test_passages_are_spread_over_the_document_and_do_not_overlap():
     table = documents([24, 100, 47], 12)
-    rows, owners = passage_ids(table, 4, 10, VOCABULARY)
+    rows, owners = passage_ids(table, 10, VOCABULARY)
     assert owners.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     tokens = table["tokens"].to_pylist()
     starts = [0, 12, 0, 24, 60, 84, 0, 12, 24]
@@ -111,7 +113,7 @@ def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path):
     (tmp_path / "white").mkdir()
     write_whitened(encoder, sums, tmp_path / "white")
     before = encoder.encode(TEXTS).astype(np.float64)
-    expected = before @ whitening(sums, 0.25, 0.1)
+    expected = before @ whitening(sums)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     ours = load_encoder(str(tmp_path / "white"))
     assert ours.max_tokens == 8
@@ -132,6 +134,6 @@ def test_sums_are_those_of_every_training_document_once(start, monkeypatch):
     table = ShardSet(data, "train").take(np.arange(57))  # all of them, in one block
     vocabulary = vocabulary_of(encoder.tokenizer)
     room = encoder.max_tokens - vocabulary.num_specials
-    rows, owners = passage_ids(table, 4, room, vocabulary)
+    rows, owners = passage_ids(table, room, vocabulary)
     assert (sums.documents, sums.spans) == (57, len(rows))
     assert np.abs(sums.scatter - WithinSums.of(encoder.embed_ids(rows), owners).scatter).max() < 1e-9

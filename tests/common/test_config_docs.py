@@ -1,4 +1,4 @@
-"""Settings with their meanings: YAML with comments that reads back, and one table for each section."""
+"""Settings with their meanings as YAML with comments that reads back; test_repository.py has the tables."""
 
 from typing import Annotated, Literal
 
@@ -67,48 +67,10 @@ hay: null
 note: a
 """
 
-TABLES = """\
-## farm
-A farm.
 
-| setting | default | meaning |
-| --- | --- | --- |
-| `hay` | `null` | Stored hay. |
-| `note` | required | A note. |
-
-### `animal`, kind `sheep`
-An animal with wool. The default.
-
-### `animal.wool`
-The wool of a sheep, shorn once a year and weighed.
-
-| setting | default | meaning |
-| --- | --- | --- |
-| `animal.wool.colour` | `black` | Colour after washing. One of white, black. |
-| `animal.wool.weights` | `[1.5, 2.0]` | Weights, kg \\| pounds. |
-| `animal.wool.use` | `sell` | sell: at the market. spin: at home. |
-
-### `animal`, kind `horse`
-An animal to ride.
-
-| setting | default | meaning |
-| --- | --- | --- |
-| `animal.names` | `{}` | Names by language. |
-
-### `hay`
-Stored hay.
-
-| setting | default | meaning |
-| --- | --- | --- |
-| `hay.colour` | `white` | Colour after washing. One of white, black. |
-| `hay.weights` | `[1.5, 2.0]` | Weights, kg \\| pounds. |
-| `hay.use` | `sell` | sell: at the market. spin: at home. |
-"""
-
-
-def test_yaml_and_tables_hold_every_setting_with_its_meaning_and_odd_values_read_back():
+def test_yaml_holds_every_setting_with_its_meaning_and_odd_values_read_back():
     assert annotated_yaml(Farm(note="a")) == FARM
-    assert "\n".join(settings_tables(Farm, "farm")) == TABLES
+    assert any("kg \\| pounds" in line for line in settings_tables(Farm, "farm"))
     names = {"en": "# no comment", "a b: c": "two\nlines\n\n", "é": "x" * 300}
     for farm in (Farm(note="- a\n  b", animal=Horse(kind="horse", names=names)), Farm(note="", hay=Wool(weights=()))):
         assert Farm.model_validate(yaml.safe_load(annotated_yaml(farm))) == farm

@@ -25,8 +25,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main as prepare_main
 from declutr.pipeline.prepare import problems
 from declutr.pipeline.readers.corpus import HubCorpus
-from declutr.pipeline.readers.hub import hub_inputs
-from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 from declutr.trainer.train import main as train_main
@@ -78,36 +77,28 @@ def test_folder_problem_names_what_is_in_the_way(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-class Silent:
-    """A server that takes every connection and never answers."""
-
-    def __init__(self):
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.socket.setblocking(False)
-        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-
-    def connections(self):
-        """How many were made since the last time."""
-        number = 0
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self.socket.accept()[0].close()
-                number += 1
-        return number
-
-
 @pytest.fixture
-def silent(monkeypatch, tmp_path):
-    server = Silent()
-    monkeypatch.setattr(constants, "ENDPOINT", server.address)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 1.0)
-    yield server
-    server.socket.close()
+def connections(monkeypatch, tmp_path):
+    """Counts the connections to a hub that takes every one and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(hub, "PATIENCE_SECONDS", 1.0)
+
+        def count():
+            accepted = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    server.accept()[0].close()
+                    accepted += 1
+            return accepted
+
+        yield count
 
 
-def test_hub_is_asked_once(silent):
+def test_hub_is_asked_once(connections):
     says(hub.hub_problem(), "not answer")
     with pytest.raises(ConfigError, match=all_of("folder", "cache", "no copy", "not answer")):
         load_tokenizer("owner/none-of-this-name")
@@ -115,18 +106,18 @@ def test_hub_is_asked_once(silent):
         list(find_inputs("hf://datasets/owner/none/x.txt", Skipped()))
     _, (problem,) = hub_inputs(HubCorpus(kind="hub", name="owner/none"))
     assert "corpus.name = 'owner/none'" in problem
-    assert silent.connections() == 1
+    assert connections() == 1
 
 
-def test_hub_is_not_asked_for_a_path_or_offline(silent, tmp_path, monkeypatch):
+def test_hub_is_not_asked_for_a_path_or_offline(connections, tmp_path, monkeypatch):
     for name in (str(tmp_path / "none"), "./none", "~/none-of-this-name", "a/b/c"):
         with pytest.raises(ConfigError, match=all_of("no such folder", "/")):
             load_tokenizer(name)
-    assert silent.connections() == 0
+    assert connections() == 0
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         load_tokenizer("owner/another-name")
-    assert silent.connections() == 0
+    assert connections() == 0
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense", "http://[::"])
@@ -191,16 +182,14 @@ def test_names_the_hub_can_have_and_names_that_can_only_be_paths():
 def commands(address):
     """Every way in which a command takes an address."""
     return [
-        (prepare_main, ["prepare", f"corpus.paths=[{address}]"]),
-        (prepare_main, ["prepare", f"corpus.paths=[{address}]", "--plan"]),
-        (prepare_main, ["prepare", f"corpus.paths=[{address}", "output=x"]),
-        (prepare_main, ["prepare", f"output={address}"]),
-        (prepare_main, ["prepare", f"corpus.paths={address}", "corpus.kind=nothing"]),
-        (train_main, ["train", f"run={address}"]),
-        (train_main, ["train", f"data={address}", "--print-config"]),
-        (declutr, ["copy", ".", address]),
+        (prepare_main, ["CONFIG", f"corpus.paths=[{address}]"]),
+        (prepare_main, ["CONFIG", f"corpus.paths=[{address}]", "--plan"]),
+        (prepare_main, ["CONFIG", f"corpus.paths=[{address}", "output=x"]),
+        (prepare_main, ["CONFIG", f"output={address}"]),
+        (prepare_main, ["CONFIG", f"corpus.paths={address}", "corpus.kind=nothing"]),
+        (train_main, ["CONFIG", f"run={address}"]),
+        (train_main, ["CONFIG", f"data={address}", "--print-config"]),
         (declutr, ["copy", address, "here"]),
-        (declutr, ["inspect", address]),
         (declutr, ["embed", "model", address, "--output", "x"]),
         (declutr, ["prepare", "CONFIG", f"corpus.paths=[{address}]"]),
     ]
@@ -210,17 +199,14 @@ def commands(address):
 def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys, make_values):
     monkeypatch.chdir(tmp_path)
     values = {"prepare": make_values("a.txt"), "train": {"run": "run", "data": "data", "encoder": {"name": "x"}}}
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps(values))
+    Path("CONFIG").write_text(json.dumps(values))
     for address in SECRETIVE[:3]:
         main, arguments = commands(address)[number]
-        given = [str(config) if word in ("prepare", "train", "CONFIG") else word for word in arguments]
-        given[0] = arguments[0] if main is declutr else given[0]
-        assert main(given) == 1
-        told = capsys.readouterr()
-        assert "environment" in told.err or "is not YAML" in told.err
-        assert SECRET not in told.out + told.err
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+        assert main(arguments) == 1
+        shown = capsys.readouterr()
+        assert "environment" in shown.err or "is not YAML" in shown.err
+        assert SECRET not in shown.out + shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["CONFIG"]
 
 
 def test_a_config_file_and_the_api_are_checked_too(tmp_path, make_values):

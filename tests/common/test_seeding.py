@@ -72,15 +72,11 @@ def test_streams_of_purposes_and_seeds_differ():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_draws_are_uniform_and_stay_below_one():
+def test_draws_stay_below_one():
     edges = seeding.unit(np.array([0, 2**32 - 1], np.uint32))
     assert edges[0] == 0.0
     assert edges[1] < 1.0
     assert int(edges[1] * (2**20 + 1)) == 2**20
-    # Mean and variance of a million draws within 5 standard errors.
-    uniform = seeding.unit(seeding.words(0, "x", np.arange(1000, dtype=np.uint64), np.zeros(1000, np.uint64), 1000))
-    assert abs(uniform.mean() - 0.5) < 5 * np.sqrt(1 / 12 / uniform.size)
-    assert abs(uniform.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / uniform.size)
 
 
 def test_positions_and_seeds_have_their_places():

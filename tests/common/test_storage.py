@@ -153,12 +153,11 @@ def test_pieces_follow_what_is_there_and_a_file_that_is_gone_is_not_made_anew(tm
     assert path.read_bytes() == b"one\n"
 
 
-def test_a_full_disk_and_a_read_only_one(tmp_path):
+def test_appendlog_keeps_its_lines_over_a_full_disk_and_a_read_only_one(tmp_path):
     with small_volume(tmp_path / "small", 1) as volume:
         path = volume.path / "it"
         path.touch()
-        log = AppendLog(path)
-        expected = bytearray()
+        log, expected = AppendLog(path), bytearray()
 
         def add(count):
             for _ in range(count):

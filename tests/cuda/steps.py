@@ -5,7 +5,6 @@ PYTHONPATH=tests/support:tests/cuda:. python tests/cuda/steps.py LIBRARY
 
 import argparse
 import importlib
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -20,10 +19,9 @@ if __name__ == "__main__":
     fakegpu.load(sys.argv[1])
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
-from PIL import Image
+from rows import clip_rows, image_rows
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,26 +47,18 @@ ROWS = 8
 WORKERS = Communicator(rank=1, size=4)
 
 
-def made_up(content, count, seed):
-    """Rows of images of 341 x 256 pixels or of sounds, and the collator of VisualCSE or AudioCSE."""
-    generator = np.random.default_rng(seed)
-    columns = {
-        "id": pa.array([generator.bytes(16) for _ in range(count)], pa.binary(16)),
-        "label": pa.array([str(number % 10) for number in range(count)]),
-    }
-    if content == "images":
-        pixels = [generator.integers(0, 256, (256, 341, 3), dtype=np.uint8) for _ in range(count)]
-        stored = [io.BytesIO() for _ in range(count)]
-        for image, file in zip(pixels, stored, strict=True):
-            Image.fromarray(image).save(file, "PNG", compress_level=0)
-        columns["image"] = pa.array([file.getvalue() for file in stored], pa.binary())
-        columns |= {key: pa.array([size] * count, pa.int32()) for key, size in (("width", 341), ("height", 256))}
-        return pa.table(columns), ClipCollator(SupconConfig(), FrontendConfig(), seed)
-    sizes = generator.integers(30, 1023, count).tolist()
-    frames = [generator.normal(-4, 4, size * 128).astype(np.float32) for size in sizes]
-    columns |= {"frames": pa.array(frames, pa.list_(pa.float32())), "num_frames": pa.array(sizes, pa.int32())}
-    objective = SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192))
-    return pa.table(columns), ClipCollator(objective, FrontendConfig(patch_size=(24, 24), positions=False), seed)
+CLIPS = {
+    "images": (lambda count: image_rows([(341, 256)] * count), ClipCollator(SupconConfig(), FrontendConfig(), 0)),
+    "audio": (
+        lambda count: clip_rows([30 + 120 * number for number in range(count)], mels=128),
+        ClipCollator(
+            SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192)),
+            FrontendConfig(patch_size=(24, 24), positions=False),
+            0,
+        ),
+    ),
+}
+"""Rows of images of 341 x 256 pixels or of sounds, and the collator of VisualCSE or AudioCSE."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +68,13 @@ class ClipWorkload(Workload):
     content: str = "images"
 
     def batch(self, first: int, count: int) -> RankBatch:
-        """A batch of made-up images, or of sounds of 0.3 to 10.24 s."""
-        rows, collator = made_up(self.content, count, self.seed + first)
-        return collator.collate(rows, np.zeros(count, np.int64))
+        """A batch of made-up images, or of sounds from 0.3 s on, each 1.2 s longer."""
+        rows, collator = CLIPS[self.content]
+        return collator.collate(rows(count), np.full(count, first))
 
     def frontend(self) -> Frontend:
         """The frontend, with weights drawn from the seed; a sound has places for 1,024 frames."""
-        config = made_up(self.content, 0, 0)[1].frontend
+        config = CLIPS[self.content][1].frontend
         high, wide = config.patch_size
         shape, normal = (high * wide, (1024 // high) * (128 // wide)), (0.0, 1.0)
         if self.content == "images":
@@ -94,19 +84,11 @@ class ClipWorkload(Workload):
 
 @dataclass(frozen=True)
 class Case:
-    """A train step.
+    """A train step of the tasks of some workloads, which train the encoder of the first.
 
-    Attributes:
-        workloads: encoder, objective and batch of each task; all train the encoder of the first.
-        tokens: limit of a microbatch.
-        comm: the workers; each has as many rows as this one.
-        kernel: attention is the kernel of a GPU; else groups of spans.
-        late: metrics are read after the next step has started.
-        reduce: sums of gradients: after the backward, `overlapped`, or `deterministic`.
-        compressed: type of overlapped sums.
-        shared_rows: views above which each worker computes a share of the loss.
-        optim: settings of the optimizer.
-        mistake: a module in place of the projection that does what must not be.
+    `kernel`: attention is the kernel of a GPU; else groups of spans. `reduce`: sums of gradients, after the backward,
+    `overlapped` (in the type `compressed`) or `deterministic`. `mistake`: does what must not be, in the projection's
+    place.
     """
 
     workloads: tuple[Workload, ...]
@@ -135,21 +117,19 @@ def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **ob
     )
 
 
+ARGUMENTS = argparse.Namespace(model="tiny", spans=[16, 64], seed=0), "cpu", "bf16"
+
+
 def texts(kind: str) -> Workload:
     """SimCSE, SCD or SCL, with dropped attention weights as in their papers."""
-    given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
-    return Workload.of(
-        given, "cpu", "bf16", objective=OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls"
-    )
+    settings = {"dropout": 0.1, "attention_dropout": 0.1, "pooling": "cls"}
+    return Workload.of(*ARGUMENTS, objective=OBJECTIVES[kind], **settings)
 
 
 def clips(content: Any) -> ClipWorkload:
     """VisualCSE's or AudioCSE's task on images or sounds."""
-    given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
-    return ClipWorkload.of(
-        given, "cpu", "bf16", objective=SupconConfig(), dropout=0.1, attention_dropout=0.0, pooling="cls",
-        content=content,
-    )  # fmt: skip
+    settings = {"dropout": 0.1, "attention_dropout": 0.0, "pooling": "cls"}
+    return ClipWorkload.of(*ARGUMENTS, objective=SupconConfig(), content=content, **settings)
 
 
 class Mistake(nn.Module):
@@ -157,11 +137,7 @@ class Mistake(nn.Module):
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.change = change
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        """The changed embeddings."""
-        return self.change(embeddings)
+        self.forward = change
 
 
 MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -227,24 +203,14 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
         objective = gpu.moved(one.loss(encoder.embedding_size))
         frontend = gpu.moved(one.frontend()) if isinstance(one, ClipWorkload) else None
         modules += [each for each in (objective, frontend) if each is not None]
-        tasks.append(
-            TrainTask(
-                encoder=encoder,
-                objective=objective,
-                comm=case.comm,
-                seed=number,
-                microbatch=Microbatch(case.tokens),
-                autocast=one.autocast,
-                name=f"task{number}" if number else "",
-                frontend=frontend,
-                shared_rows=case.shared_rows,
-            )
-        )
+        parts = {"encoder": encoder, "objective": objective, "frontend": frontend, "comm": case.comm}
+        settings = {"microbatch": Microbatch(case.tokens), "autocast": one.autocast, "shared_rows": case.shared_rows}
+        tasks.append(TrainTask(**parts, **settings, seed=number, name=f"task{number}" if number else ""))
     optimizer = build_optimizer(case.optim, encoder, *modules, fused=True)
     if case.reduce == "overlapped":
         body = list(encoder.model.base_model.parameters())
         heads = [p for p in encoder.parameters() if id(p) not in {id(one) for one in body}]
-        tasks[-1] = replace(tasks[-1], overlap=BucketedReducer(case.comm, [*heads, *body], case.compressed, 2**14))
+        tasks[-1] = replace(tasks[-1], overlap=BucketedReducer([*heads, *body], case.compressed, 2**14))
     elif case.reduce:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tasks = [replace(one, reducer=FixedPointReducer(case.comm, parameters, 8)) for one in tasks]
@@ -255,10 +221,10 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
 def equal_workers() -> Iterator[None]:
     """The counts of workers that have as many rows as this one; their exchange has no values."""
 
-    def count(passes: GradCache, batch: Any, failed: bool = False) -> GlobalCounts | None:
-        size, rows = passes.comm.size, batch.num_rows
+    def count(passes: GradCache, failed: bool = False) -> GlobalCounts | None:
+        size, rows = passes.comm.size, passes.batch.num_rows
         assert not failed
-        return GlobalCounts(len(batch.spans.labels) * size, rows * passes.comm.rank, rows * size)
+        return GlobalCounts(len(passes.batch.spans.labels) * size, rows * passes.comm.rank, rows * size)
 
     with patch.object(GradCache, "count", count):
         yield

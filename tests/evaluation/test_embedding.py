@@ -5,19 +5,16 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from folders import TEXTS, encoder_folder
+from folders import TEXTS, jsonl
 from messages import all_of, says
-from processes import environment, run_python
+from processes import run_python
 from sentence_transformers import SentenceTransformer
 from volumes import small_volume
-from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
@@ -32,11 +29,6 @@ LINES = [text.replace("\n", " ") for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(encoder_folder(tmp_path_factory.mktemp("encoder") / "tiny"))
-
-
-@pytest.fixture(scope="module")
 def expected(model):
     return SentenceTransformer(model, device="cpu").encode(LINES)
 
@@ -46,15 +38,15 @@ def rows_of(texts):
 
 
 def write_inputs(folder):
-    lines = "".join(json.dumps(row) + "\n" for row in rows_of(LINES))
+    lines = jsonl(folder / "in.jsonl", rows_of(LINES))
     (folder / "in.txt").write_text("\n".join(LINES) + "\n")
-    (folder / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "in.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     table = pa.Table.from_pylist(rows_of(LINES))
     pq.write_table(table, folder / "in.parquet", row_group_size=20)
     half = len(LINES) // 2
     (folder / "several").mkdir()
     pq.write_table(table.slice(half), folder / "several/b.parquet")
-    (folder / "several/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(LINES)[:half]))
+    jsonl(folder / "several/a.jsonl", rows_of(LINES)[:half])
 
 
 def embed(model, source, output, *more):
@@ -155,34 +147,6 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
         read_note(output)
 
 
-@pytest.mark.slow
-def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
-    """kill -9 when some units are there and others not; then to the end."""
-    texts = [f"{'word ' * (number % 9)}number {number}" for number in range(2500)]
-    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
-    arguments = ["embed", model, str(tmp_path / "in.txt"), "--unit-mib", "0.01", "--workers", "0", "--output"]
-    assert main([*arguments, str(tmp_path / "whole.npy")]) == 0
-    parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "declutr.cli.main", *arguments, str(output)],
-        env=environment(),
-        stderr=subprocess.DEVNULL,
-    )
-    until(lambda: len(list(parts.glob("*.json"))) >= 3 or process.poll() is not None, "three units", 120)
-    assert process.poll() is None, "ended before it was killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    made = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.json")}
-    assert not output.exists()
-    assert made
-    kept = sorted(made)[0]
-    os.link(parts / kept, tmp_path / "kept")
-    assert main([*arguments, str(output)]) == 0
-    assert (tmp_path / "kept").stat().st_mtime_ns == made[kept], "a finished unit was done again"
-    assert output.read_bytes() == (tmp_path / "whole.npy").read_bytes()
-    assert not parts.exists()
-
-
 @pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
@@ -272,31 +236,6 @@ def test_embed_of_an_output_in_use_is_refused(texts, tmp_path, capsys):
     assert not parts.exists()
 
 
-@pytest.fixture
-def begun(texts, tmp_path):
-    """A job whose units are finished, on a disk that had no room for its output."""
-    with small_volume(tmp_path / "disk", 16) as volume:
-        output = volume.path / "out.npy"
-        command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
-        volume.fill(leave_bytes=5 * 2**20)
-        assert main(command) == 1
-        assert sum(path.stat().st_size for path in (volume.path / ".out.npy.parts").iterdir()) > 3000 * 256 * 4
-        volume.drain()
-        yield command, output
-
-
-def test_inputs_replaced_between_kill_and_restart_are_read_anew(begun, texts):
-    """Another content of the same size and time."""
-    command, output = begun
-    times = texts.stat()
-    texts.write_text(texts.read_text().replace("word0 and", "other and"))
-    os.utime(texts, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert texts.stat().st_size == times.st_size
-    assert main(command) == 0
-    assert main([*command[:4], str(output.with_name("new.npy"))]) == 0
-    assert np.array_equal(np.load(output), np.load(output.with_name("new.npy")))
-
-
 KILLED_BEFORE = """
 import os, sys
 from declutr.cli.main import main
@@ -310,20 +249,50 @@ main(sys.argv[2:])
 """
 
 
+def killed(name, command):
+    """Runs a command to the moment at which a file would take this name, and kills it there."""
+    assert run_python("-c", KILLED_BEFORE, name, *command, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_writes_the_same_bytes(texts, tmp_path):
+    command = ["embed", MODEL, str(texts), "--unit-mib", "0.01", "--output"]
+    assert main([*command, str(tmp_path / "whole.npy")]) == 0
+    parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
+    killed("/00002.json", [*command, str(output)])
+    assert not output.exists()
+    assert sorted(path.name for path in parts.glob("*.json")) == ["00000.json", "00001.json"]
+    os.link(parts / "00000.json", tmp_path / "kept")
+    before = (tmp_path / "kept").stat().st_mtime_ns
+    assert main([*command, str(output)]) == 0
+    assert (tmp_path / "kept").stat().st_mtime_ns == before, "a finished unit was done again"
+    assert output.read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert not parts.exists()
+
+
+@pytest.mark.slow
+def test_inputs_replaced_between_kill_and_restart_are_read_anew(texts, tmp_path):
+    """Another content of the same size and time."""
+    command = ["embed", MODEL, str(texts), "--unit-mib", "0.01", "--output"]
+    killed("/out.npy", [*command, str(tmp_path / "out.npy")])  # its units are finished
+    times = texts.stat()
+    texts.write_text(texts.read_text().replace("word0 and", "other and"))
+    os.utime(texts, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert texts.stat().st_size == times.st_size
+    for name in ("out.npy", "new.npy"):
+        assert main([*command, str(tmp_path / name)]) == 0
+    assert np.array_equal(np.load(tmp_path / "out.npy"), np.load(tmp_path / "new.npy"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("renamed", ["/00000.json", "/out.npy.json"])
 def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_encoder(texts, tmp_path, renamed):
     """`out.npy` and the part of a unit take their names before the file that says whose they are."""
     given = [str(texts), "--output", str(tmp_path / "out.npy")]
-    other = ["embed", "hashed-words@1:256", *given]
+    before, other = ["embed", MODEL, *given], ["embed", "hashed-words@1:256", *given]
     assert main(["embed", MODEL, str(texts), "--output", str(tmp_path / "whole.npy")]) == 0
-    before = ["embed", MODEL, *given]
-
-    def killed(name, command):
-        assert run_python("-c", KILLED_BEFORE, name, *command, check=False).returncode == -signal.SIGKILL
-
     if renamed == "/00000.json":
-        killed("/out.npy", before)  # its units are finished
+        killed("/out.npy", before)
     else:
         assert main(before) == 0
     killed(renamed, other)

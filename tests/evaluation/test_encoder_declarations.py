@@ -1,119 +1,26 @@
-"""What the files of an encoder declare is computed, named as not read, or refused; nothing is replaced by a default."""
+"""What the files of an encoder declare is computed, or named as not read; hostile files are refused unused."""
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
-from folders import TEXTS, encoder_folder, write
+import torch
+from encoderfiles import BERT, DENSE, POOLING, SENTENCES, keys, modules, pipe, text
+from folders import TEXTS, encoder_folder
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
+from states import state_of
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from declutr.adaptation.candidates import load_transformer
-from declutr.common.errors import EncoderError
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.compare import embed_windows
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return encoder_folder(tmp_path_factory.mktemp("whole") / "encoder", after=["Dense"])
-
-
-@pytest.fixture
-def folder(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "encoder")
-
-
-def update(path, **values):
-    write(path, (json.loads(path.read_text()) if path.exists() else {}) | values)
-
-
-def retype(folder, place, kind):
-    modules = json.loads((folder / "modules.json").read_text())
-    modules[place]["type"] = kind
-    write(folder / "modules.json", modules)
-
-
-def no_tokenizer(folder):
-    for path in folder.glob("*token*"):
-        path.unlink()
-
-
-def vocabularies(folder):
-    return [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt") if (folder / name).exists()]
-
-
-def empty_vocabulary(folder):
-    settings = json.loads((folder / "tokenizer.json").read_text())
-    settings["model"] |= {"vocab": {}, "merges": []}
-    write(folder / "tokenizer.json", settings)
-
-
-def added_tokens(folder, number):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([f"<new{place}>" for place in range(number)])
-    tokenizer.save_pretrained(folder)
-
-
-def rows_of_table(folder, number):
-    model = AutoModel.from_pretrained(folder)
-    model.resize_token_embeddings(number)
-    model.save_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (no_tokenizer, ("no file of a tokenizer", "tokenizer.json", "copy them")),
-        (lambda f: [path.unlink() for path in vocabularies(f)], ("vocabulary of a tokenizer", "copy it")),
-        (empty_vocabulary, ("vocabulary of its tokenizer is empty", "copy")),
-        (lambda f: added_tokens(f, 1), ("'<new0>'", "table of embeddings")),
-        (lambda f: added_tokens(f, 500), ("'<new499>'", "table of embeddings")),
-        (lambda f: rows_of_table(f, 100), ("table of embeddings has 100 rows",)),
-        (lambda f: retype(f, 0, "custom_st.Transformer"), ("custom_st.Transformer", "Python code of its own")),
-        (lambda f: retype(f, 1, "mine.models.Pooling"), ("mine.models.Pooling", "Python code of its own")),
-        (lambda f: retype(f, 2, "sentence_transformers_x.Dense"), ("sentence_transformers_x.Dense", "Python code")),
-        (
-            lambda f: update(f / "config.json", auto_map={"AutoModel": "modeling.Model"}),
-            ("config.json", "auto_map", "--trust-remote-code"),
-        ),
-        (
-            lambda f: update(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokens.Own", None]}),
-            ("tokenizer_config.json", "auto_map", "--trust-remote-code"),
-        ),
-        (
-            lambda f: update(f / "config_sentence_transformers.json", truncate_dim="8"),
-            ("truncate_dim = 8", "number from 1"),
-        ),
-        (lambda f: update(f / "config_sentence_transformers.json", truncate_dim=0), ("truncate_dim = 0",)),
-        (
-            lambda f: update(f / "config_sentence_transformers.json", default_prompt_name="query"),
-            ("default_prompt_name = query", "prompts are none", "remove it"),
-        ),
-        (
-            lambda f: update(f / "2_Dense/config.json", activation_function="mine.Act"),
-            ("2_Dense/config.json", "mine.Act", "supported are", "Tanh"),
-        ),
-        (
-            lambda f: update(f / "1_Pooling/config.json", pooling_mode="lasttoken"),
-            ("lasttoken", "take another encoder"),
-        ),
-    ],
-)
-def test_a_folder_that_is_not_what_it_seems_is_refused(folder, change, message):
-    change(folder)
-    with pytest.raises(EncoderError, match=all_of(*message)) as refusal:
-        load_encoder(str(folder))
-    assert "--pooling" not in str(refusal.value)
-
-
-def test_a_static_table_of_another_package_is_no_export(folder):
-    write(folder / "modules.json", [{"type": "mine.StaticEmbedding", "path": ""}])
-    with pytest.raises(EncoderError, match=all_of("mine.StaticEmbedding", "Python code of its own")):
-        load_encoder(str(folder))
-
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import ENCODER
+from declutr.trainer.model.bounds import check_config, check_size, check_steps
 
 DOUBLED = """
 from transformers import RobertaModel
@@ -131,7 +38,7 @@ def test_code_beside_a_type_of_the_library_runs_with_trust(folder):
     """The own class doubles the hidden states of the library's."""
     before = load_encoder(str(folder), pooling="mean").encode(TEXTS)
     (folder / "modeling.py").write_text(DOUBLED)
-    update(folder / "config.json", auto_map={"AutoModel": "modeling.Model"})
+    keys("config.json", auto_map={"AutoModel": "modeling.Model"})(folder)
     after = load_encoder(str(folder), trust_remote_code=True).encode(TEXTS)
     assert np.abs(after - before).max() > 0.1
     expected = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(TEXTS)
@@ -158,24 +65,24 @@ def test_an_encoder_that_cuts_its_embeddings_is_not_adapted(tmp_path):
 
 
 def test_settings_that_change_nothing_here_are_named_once(folder, log):
-    update(folder / "config_sentence_transformers.json", similarity_fn_name="dot", colour="red")
-    update(folder / "sentence_bert_config.json", query_length=32, transformer_task="feature-extraction")
-    update(folder / "1_Pooling/config.json", temperature=2)
-    update(folder / "2_Dense/config.json", gain=3)
+    keys(SENTENCES, similarity_fn_name="dot", colour="red")(folder)
+    keys(BERT, query_length=32, transformer_task="feature-extraction")(folder)
+    keys(POOLING, temperature=2)(folder)
+    keys(DENSE, gain=3)(folder)
     for _ in range(2):
         load_encoder(str(folder))
-    text = "\n".join(log)
-    says(text, "config_sentence_transformers.json", "not read: colour = red, similarity_fn_name = dot")
-    says(text, "sentence_bert_config.json", "not read: query_length = 32")
-    says(text, "1_Pooling/config.json", "not read: temperature = 2")
-    says(text, str(folder / "2_Dense/config.json"), "not read: gain = 3")
-    assert text.count("colour") == 1
-    assert "transformer_task" not in text
+    warnings = "\n".join(log)
+    says(warnings, "config_sentence_transformers.json", "not read: colour = red, similarity_fn_name = dot")
+    says(warnings, "sentence_bert_config.json", "not read: query_length = 32")
+    says(warnings, "1_Pooling/config.json", "not read: temperature = 2")
+    says(warnings, str(folder / "2_Dense/config.json"), "not read: gain = 3")
+    assert warnings.count("colour") == 1
+    assert "transformer_task" not in warnings
 
 
 def test_a_folder_that_sentence_transformers_writes_is_read_whole(whole, tmp_path, log):
     SentenceTransformer(str(whole), device="cpu").save(str(tmp_path / "saved"))
-    update(tmp_path / "saved/sentence_bert_config.json", model_args={"add_pooling_layer": False})  # as our exports have
+    keys(BERT, model_args={"add_pooling_layer": False})(tmp_path / "saved")  # as our exports have
     load_encoder(str(tmp_path / "saved"))
     assert "not read" not in "\n".join(log)
 
@@ -190,7 +97,162 @@ def test_an_encoder_with_a_decoder_says_so(folder):
     shape = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 1, "num_heads": 2}
     config = AutoConfig.for_model("t5", vocab_size=len(AutoTokenizer.from_pretrained(folder)), **shape)
     AutoModel.from_config(config).encoder.save_pretrained(folder)
-    update(folder / "config.json", model_type="t5", is_encoder_decoder=True)
+    keys("config.json", model_type="t5", is_encoder_decoder=True)(folder)
     with pytest.raises(EncoderError, match=all_of("model type t5 has a decoder")) as refusal:
         load_encoder(str(folder))
     assert "download" not in str(refusal.value).lower()
+
+
+TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return encoder_folder(tmp_path_factory.mktemp("plain") / "encoder")
+
+
+@pytest.fixture
+def alarm():
+    """Ends a test that waits for a pipe or never ends."""
+
+    def ring(*_):
+        raise TimeoutError("still loading")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def added(number):
+    def change(folder):
+        found = json.loads((folder / "tokenizer.json").read_text())
+        found["added_tokens"].append({"id": number, "content": "<x>", **TOKEN})
+        (folder / "tokenizer.json").write_text(json.dumps(found))
+
+    return change
+
+
+many_modules = modules(lambda entries: entries + [{"path": str(n), "type": "x.Normalize"} for n in range(60_000)])
+
+
+def splitting(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+GROWING = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 50}] * 3
+HOSTILE = [
+    (keys("config.json", num_attention_heads=0), "num_attention_heads = 0 must be at least 1"),
+    (keys("config.json", hidden_size="32"), "hidden_size = '32' must be a number"),
+    (keys("config.json", hidden_size=1.5), "StrictDataclassFieldValidationError: "),
+    (keys("config.json", num_hidden_layers=10**9), "num_hidden_layers = 1000000000 must be at most 1,000"),
+    (keys("config.json", num_labels=10**9), "num_labels = 1000000000 must be at most 100,000"),
+    (keys("config.json", intermediate_size=10**7), "config.json describes .* weights, and its files of weights have"),
+    (keys("config.json", vocab_size=10**10), "vocab_size = 10000000000 must be at most"),
+    (keys("config.json", layer_norm_eps=float("inf")), "layer_norm_eps = inf must be finite"),
+    (keys("config.json", model_type=["roberta"]), "cannot be loaded as an encoder: TypeError"),
+    (keys("config.json", id2label=5), "cannot be loaded as an encoder: AttributeError"),
+    (keys("config.json", _attn_implementation="kernels-community/x"), "names code at the hub; remove the key"),
+    (keys(BERT, max_seq_length="abc"), "max_seq_length = abc; it must be a number from 1"),
+    (keys(BERT, max_seq_length=-5), "max_seq_length = -5; it must be"),
+    (keys(BERT, max_seq_length=1), "it takes 1 tokens, and one token with its special tokens"),
+    (keys("tokenizer_config.json", model_max_length="abc"), "has model_max_length = 'abc', not a length"),
+    (keys("tokenizer_config.json", model_max_length=-5), "has model_max_length = -5, not a length"),
+    (text("tokenizer_config.json", "[1]"), "cannot be loaded as an encoder: AttributeError"),
+    (keys(SENTENCES, default_prompt_name="p", prompts={"p": "x" * 10**6}), "its prompt has 1,000,000 characters"),
+    (keys(SENTENCES, default_prompt_name="p", prompts={"p": "x" * 2**23}), "MiB; it may have 8"),
+    (keys(SENTENCES, default_prompt_name="p", prompts={"p": 5}), "its prompts must be texts by name"),
+    (keys(SENTENCES, default_prompt_name=["p"]), "its prompts must be texts by name"),
+    (keys(POOLING, pooling_mode=5), "pooling '5' is not one of"),
+    (many_modules, "modules.json lists 60,002 modules"),
+    (pipe("config.json"), "config.json is not a file but a pipe"),
+    (pipe("model.safetensors"), "model.safetensors is not a file but a pipe"),
+    (pipe(POOLING), "config.json is not a file but a pipe"),
+    (text("adapter_config.json", "{}"), "it is an adapter of another model"),
+    (added(10**7), "a token has the id 10,000,000, and the tokenizer has"),
+    (keys("tokenizer.json", model=5), "cannot be loaded as an encoder: Exception: data did not match"),
+    (keys("tokenizer.json", pre_tokenizer=splitting("(a+)+$")), "repeats a group, which may take"),
+    (keys("tokenizer.json", normalizer={"type": "Sequence", "normalizers": GROWING}), "more than 256 times as long"),
+    (keys("tokenizer.json", normalizer={"type": "Prepend", "prepend": "x" * 10**6}), "more than 256 times as long"),
+]
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize(("change", "told"), HOSTILE, ids=[told[:40] for _, told in HOSTILE])
+def test_the_file_is_named_and_nothing_is_built(plain, tmp_path, change, told):
+    folder = shutil.copytree(plain, tmp_path / "encoder")
+    change(folder)
+    with pytest.raises(EncoderError, match=told) as error:
+        load_encoder(str(folder), device="cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def run(plain, tmp_path):
+    """A run with the tokenizer and one checkpoint of random size."""
+    folder = tmp_path / "run"
+    checkpoint.save(folder / "checkpoints", state_of(1), {ENCODER: {"x": torch.zeros(1)}})
+    shutil.copytree(plain, folder / "tokenizer", ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
+    return folder
+
+
+def scratch(**values):
+    scratch = {"model_type": "roberta", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2} | values
+    train = {"run": "r", "data": "d", "encoder": {"from_config": scratch}}
+    return lambda folder: (folder / "config.yaml").write_text(json.dumps(train))
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (scratch(num_hidden_layers=10**9), ("num_hidden_layers = 1000000000", "at most 1,000")),
+        (scratch(num_attention_heads=0), ("num_attention_heads = 0", "at least 1")),
+        (scratch(intermediate_size=10**7), "config.json"),
+        (scratch(hidden_size="32"), ("hidden_size = '32'", "number")),
+        (pipe("config.yaml"), ("pipe", "device", "file")),
+        (pipe("checkpoints/step-00000001/state.json"), ("pipe", "device")),
+        (pipe(f"checkpoints/step-00000001/{ENCODER}"), "no complete checkpoint"),
+        (pipe("tokenizer/tokenizer.json"), ("tokenizer.json", "pipe")),
+    ],
+)
+def test_runs_are_checked_like_exports(run, change, told):
+    scratch()(run)
+    change(run)
+    with pytest.raises(EncoderError, match=all_of(told)):
+        load_encoder(str(run), device="cpu")
+
+
+PATTERNS = [
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+]
+
+
+def test_tokenizers_in_use_are_within_the_bounds():
+    """The patterns of GPT-2, Llama 3, GPT-4o, BLOOM and CLIP."""
+    for pattern in PATTERNS:
+        check_steps({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [splitting(pattern)]}})
+
+
+EXPONENTIAL = ["(a|aa)+$", "(?:a*){2,}b", r"(.*)\1", "((a)*)*", r"a*a*a*\d", "x" * 3000, "([)])+", "(a?){30}a{30}"]
+EXPONENTIAL += ["a?" * 30, r"(a*|b)(a*|b)(a*|b)\d", r"a{0,50}a{0,50}a{0,50}\d"]
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("pattern", EXPONENTIAL)
+def test_patterns_that_may_take_exponential_time(pattern):
+    with pytest.raises(DamagedError, match="regular expression"):
+        check_steps({"normalizer": {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}})
+
+
+def test_large_encoders_in_use_are_within_the_bounds():
+    check_config({"hidden_size": 8192, "num_hidden_layers": 126, "num_attention_heads": 128, "rope_theta": 500_000_000})
+    check_config({"vocab_size": 262_144, "max_position_embeddings": 1_048_576, "type_vocab_size": 0, "layers": [1, 2]})
+    check_size(8_000_000_000, 8_000_000_000)
+    with pytest.raises(DamagedError):
+        check_size(2**27, 1000)

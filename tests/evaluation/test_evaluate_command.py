@@ -119,14 +119,6 @@ def test_a_task_that_is_not_known_brings_a_suggestion(tmp_path, written, meant, 
     says(capsys.readouterr().err, f"{written!r}", f"`{meant}`")
 
 
-def test_word_vectors_take_the_words_of_the_data_as_they_stand(folder, tmp_path):
-    path = tmp_path / "words.vec"
-    path.write_text("".join(f"w{number} {number % 5} {number % 7}\n" for number in range(30)))
-    assert evaluate(folder, tmp_path / "out", str(path)) == 0
-    told = json.loads((tmp_path / "out/scores.json").read_text())
-    assert told["encoders"][0]["fingerprint"] == load_encoder(str(path), tokenized=True).fingerprint
-
-
 def test_other_data_are_not_scored_unasked(folder, tmp_path, capsys):
     given = ["evaluate", "hashed-words:8", "--data", str(folder), "--output", str(tmp_path), "--tasks", "STS12"]
     assert main(given) == 1

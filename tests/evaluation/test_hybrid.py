@@ -1,21 +1,15 @@
-"""Hybrid indexes, and indexes from someone else: scores of both parts, the weight, and altered files refused."""
-
-import io
-import json
-import pickle
+"""Hybrid indexes: scores of both parts, the weight, and words of any script."""
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from messages import all_of, says
+from folders import jsonl, static_folder
+from messages import says
 
 from declutr.cli.main import main
-from declutr.common.errors import UsageError
-from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
 from declutr.embedding.build import index as build_index
 from declutr.embedding.index import SearchIndex
-from declutr.embedding.postings import POSTINGS, WORDS, StoredWords, write_words
+from declutr.embedding.postings import StoredWords, write_words
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 
@@ -33,8 +27,7 @@ def embed_lines(folder, lines, encoder=ENCODER):
 
 @pytest.fixture
 def embedded(tmp_path):
-    lines = "".join(json.dumps({"text": text, "name": f"n{place}"}) + "\n" for place, text in enumerate(TEXTS))
-    (tmp_path / "in.jsonl").write_text(lines)
+    jsonl(tmp_path / "in.jsonl", [{"text": text, "name": f"n{place}"} for place, text in enumerate(TEXTS)])
     output = tmp_path / "out.parquet"
     assert main(["embed", ENCODER, str(tmp_path / "in.jsonl"), "--id-field", "name", "--output", str(output)]) == 0
     return output
@@ -59,7 +52,7 @@ def test_hybrid_score_is_cosine_plus_weighted_lexical_score(embedded, tmp_path, 
     index = SearchIndex(tmp_path / "index")
     for query in QUERIES:
         cosines, lexical = plain(query, kind)
-        hits = index.search(load_encoder(ENCODER), query)
+        hits = index.hits(index.embed(load_encoder(ENCODER), query), 10, query)
         assert len(hits) == len(TEXTS)
         for hit in hits:
             assert hit.text == TEXTS[hit.row]
@@ -132,8 +125,8 @@ def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, c
 
 
 def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
-    (tmp_path / "v.txt").write_text("cat 1 0\ndog 0 1\n")
-    output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(tmp_path / "v.txt"))
+    model = static_folder(tmp_path / "words", {"cat": [1, 0], "dog": [0, 1]})
+    output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(model))
     folder = str(tmp_path / "index")
     assert main(["index", str(output), "--output", folder, "--hybrid"]) == 0
     capsys.readouterr()
@@ -169,212 +162,3 @@ def test_lexical_words_of_scripts(text, words):
 )
 def test_words_of_a_title_are_counted_in_any_script(text, number):
     assert num_words(text) == number
-
-
-def ipc(schema, *columns, compression=None):
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return sink.getvalue().to_pybytes()
-
-
-def altered(column, place, value):
-    """Writes the file with one number changed."""
-
-    def change(raw):
-        batch = pa.ipc.open_file(raw).get_batch(0)
-        columns = [each.to_pylist() for each in batch.columns]
-        columns[column][place] = value
-        return ipc(batch.schema, *columns)
-
-    return change
-
-
-DAMAGE = {
-    "cut off": (WORDS, lambda raw: raw[: len(raw) // 2]),
-    "empty": (POSTINGS, lambda _: b""),
-    "other columns": (WORDS, lambda _: ipc(pa.schema([("word", pa.large_string())]), ["a"])),
-    "more texts than postings": (WORDS, altered(1, 0, 5)),
-    "a negative number of texts": (WORDS, altered(1, 0, -1)),
-    "more texts than rows": (WORDS, altered(1, 0, 2**40)),
-    "no number": (WORDS, altered(1, 0, None)),
-    "a row beyond": (POSTINGS, altered(0, 0, 6)),
-    "a negative row": (POSTINGS, altered(0, 0, -1)),
-    "a row twice": (POSTINGS, lambda raw: altered(0, 3, pa.ipc.open_file(raw).get_batch(0)[0][2].as_py())(raw)),
-    "a weight that is not finite": (POSTINGS, altered(1, 0, float("nan"))),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_altered_words_with_right_checksums_are_refused(tmp_path, damage, capsys):
-    folder = tmp_path / "index"
-    build_index(embed_lines(tmp_path, "cat mat\ncat hat\ncat\ncat\ncat\ncat\n"), folder, hybrid=True)
-    name, change = DAMAGE[damage]
-    raw = (folder / name).read_bytes()
-    (folder / name).write_bytes(change(raw))
-    capsys.readouterr()
-    assert main(["search", str(folder), "cat"]) == 1
-    says(capsys.readouterr().err, name, "missing", "altered")
-    sign(folder)
-    assert main(["search", str(folder), "cat"]) == 1
-    told = capsys.readouterr().err
-    says(told, name if "number" not in damage and "texts" not in damage else ".arrow", "cut off", "altered")
-    assert told.count("\n") == 1
-
-
-SIZE, ROWS = 16, 40
-
-
-@pytest.fixture
-def embedded_lines(tmp_path):
-    lines = "".join(f"word{number} and more\n" for number in range(ROWS))
-    return embed_lines(tmp_path, lines, f"hashed-words:{SIZE}")
-
-
-@pytest.fixture
-def index(embedded_lines, tmp_path):
-    build_index(embedded_lines, tmp_path / "index")
-    return tmp_path / "index"
-
-
-def sign(index):
-    """Writes the checksums of what lies there now."""
-    facts = json.loads((index / "index.json").read_text())
-    facts["files"] = {name: hash_file(index / name) for name in facts["files"]}
-    (index / "index.json").write_text(json.dumps(facts))
-
-
-def npy(array, **header):
-    stream = io.BytesIO()
-    np.save(stream, array, allow_pickle=True)
-    raw = stream.getvalue()
-    for old, new in header.items():
-        raw = raw.replace(*(old.encode(), new.encode()))
-    return raw
-
-
-VECTORS = {
-    "cut off": lambda raw: raw[: len(raw) // 2],
-    "empty": lambda _: b"",
-    "one byte": lambda _: b"\x93",
-    "a pickle": lambda _: pickle.dumps([1]),
-    "objects": lambda _: npy(np.array([[print] * SIZE] * ROWS)),
-    "more rows than there are": lambda raw: raw.replace(b"(40, 16)", b"(99, 16)"),
-    "a huge shape": lambda raw: raw.replace(b"(40, 16), }      ", b"(4000000000, 16), }"),
-    "a negative shape": lambda raw: raw.replace(b"(40, 16)", b"(-4, 16)"),
-    "a header that is code": lambda raw: raw.replace(b"(40, 16)", b"exit(16)"),
-    "other numbers": lambda _: npy(np.zeros((ROWS, SIZE), np.float64)),
-    "other size": lambda _: npy(np.zeros((ROWS, SIZE + 1), np.float32)),
-    "not finite": lambda _: npy(np.full((ROWS, SIZE), np.nan, np.float32)),
-    "another file": lambda _: b"PK\x03\x04" + bytes(100),
-}
-
-
-@pytest.mark.parametrize("damage", VECTORS)
-def test_altered_vectors_are_refused(index, damage, capsys):
-    path = index / "vectors.npy"
-    raw = path.read_bytes()
-    altered = VECTORS[damage](raw)
-    path.write_bytes(altered if altered != raw else raw[:-1])
-    sign(index)
-    assert main(["search", str(index), "word1"]) == 1
-    told = capsys.readouterr().err
-    assert str(path) in told
-    assert told.count("\n") == 1
-
-
-def columns(texts):
-    return [[0] * len(texts), texts, texts, texts]
-
-
-def offsets(last):
-    """A file whose last offsets lead where there is no text."""
-    start = np.zeros(ROWS, np.int32).tobytes()
-    raw = ipc(SCHEMA, *columns([*[""] * (ROWS - 1), "8 bytes."]))
-    wide, narrow = start * 2 + b"\x08" + bytes(7), start + b"\x08" + bytes(3)
-    assert (raw.count(wide), raw.count(narrow)) == (1, 3)
-    return raw.replace(wide, start * 2 + np.int64(last).tobytes()).replace(narrow, start + np.int32(last).tobytes())
-
-
-SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
-TEXT_DAMAGE = {
-    "cut off": lambda raw: raw[:-40],
-    "empty": lambda _: b"",
-    "offsets beyond": lambda _: offsets(2**31 - 1),
-    "offsets back": lambda _: offsets(-(2**20)),
-    "other columns": lambda _: ipc(pa.schema([("text", pa.int64())]), range(ROWS)),
-    "fewer rows": lambda _: ipc(SCHEMA, *columns(["x"])),
-    "compressed": lambda _: ipc(SCHEMA, *columns(["x" * 500_000] * ROWS), compression="zstd"),
-    "no text": lambda raw: raw.replace(b"word1 ", b"w\xff\xfe\xff1 "),
-}
-
-
-@pytest.mark.parametrize("damage", TEXT_DAMAGE)
-def test_altered_texts_are_refused(index, damage, capsys):
-    path = index / "texts.arrow"
-    path.write_bytes(TEXT_DAMAGE[damage](path.read_bytes()))
-    sign(index)
-    assert main(["search", str(index), "word1"]) == 1
-    says(capsys.readouterr().err, "texts.arrow", "cut off", "altered", "`declutr index`")
-
-
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"version": 2}', b"[" * 100_000])
-def test_a_damaged_list_of_contents_is_told_in_one_line(index, embedded_lines, raw, capsys):
-    for path, command in (
-        (index / "index.json", ["search", str(index), "word1"]),
-        (
-            embedded_lines.with_name("out.npy.json"),
-            ["index", str(embedded_lines), "--output", str(index.with_name("other"))],
-        ),
-    ):
-        path.write_bytes(raw)
-        assert main(command) == 1
-        told = capsys.readouterr().err
-        assert path.name in told
-        assert told.count("\n") == 1
-        assert len(told) < 400 + len(str(index))
-        assert "pydantic" not in told
-
-
-@pytest.mark.parametrize("name", ["../in.txt", "/etc/passwd", "..", "", "texts.arrow/../texts.arrow", "a\x1b[31m.npy"])
-def test_an_index_has_no_files_elsewhere(index, name):
-    facts = json.loads((index / "index.json").read_text())
-    (index / "index.json").write_text(json.dumps(facts | {"files": facts["files"] | {name: "0"}}))
-    with pytest.raises(UsageError, match=all_of("missing", "altered")):
-        SearchIndex(index)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_embeddings_that_are_not_finite_are_not_indexed(embedded_lines, tmp_path, value):
-    array = np.load(embedded_lines)
-    array[3, 2] = value
-    embedded_lines.write_bytes(npy(array))
-    with pytest.raises(UsageError, match=all_of("row 3", "finite")):
-        build_index(embedded_lines, tmp_path / "index", parquet=tmp_path / "map.parquet")
-    assert [path.name for path in tmp_path.iterdir() if path.name not in ("in.txt", "out.npy", "out.npy.json")] == []
-
-
-@pytest.mark.parametrize("array", [np.zeros((80, 8), np.float32), np.zeros((20, 32), np.float32)])
-def test_embeddings_of_another_shape_are_not_indexed(embedded_lines, tmp_path, array):
-    assert len(npy(array)) == embedded_lines.stat().st_size  # the note would not tell
-    embedded_lines.write_bytes(npy(array))
-    with pytest.raises(UsageError, match=all_of("float32", "(40, 16)")):
-        build_index(embedded_lines, tmp_path / "index")
-
-
-def test_a_query_without_a_known_word_is_near_to_nothing(index, capsys):
-    assert main(["search", str(index), " "]) == 1
-    says(capsys.readouterr().err, "empty")
-
-
-def test_an_encoder_that_gives_no_numbers_is_named(tmp_path, capsys):
-    (tmp_path / "v.txt").write_text("cat nan 1\ndog 1e6 1\n")
-    (tmp_path / "in.txt").write_text("cat\n")
-    (tmp_path / "half.txt").write_text("dog\n")
-    (tmp_path / "both.txt").write_text("dog\ncat\n")
-    for texts, dtype, record in (("in.txt", "float32", 0), ("half.txt", "float16", 0), ("both.txt", "int8", 1)):
-        given, output = ["embed", str(tmp_path / "v.txt"), str(tmp_path / texts), "--dtype", dtype], tmp_path / "o.npy"
-        assert main([*given, "--output", str(output)]) == 1
-        says(capsys.readouterr().err, f"record {record}", "not finite")
-        assert not output.exists()

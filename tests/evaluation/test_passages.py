@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from folders import encoder_folder
+from folders import encoder_folder, jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
@@ -46,11 +46,6 @@ Parts
 
 The radiator gives heat to the air.
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(encoder_folder(tmp_path_factory.mktemp("encoder") / "tiny"))
 
 
 @pytest.fixture(scope="module", params=["bert", "roberta"])
@@ -151,7 +146,7 @@ def test_a_search_names_each_document_once_with_its_best_passage(tmp_path, model
         assert text.text in source
         assert text.text.split("\n")[0] in source.splitlines()[text.line - 1]
     for query in ("zeppelin", "engine pump"):
-        hits = index.search(encoder, query)
+        hits = index.hits(index.embed(encoder, query), 10, query)
         assert len(hits) == 2
         for hit in hits:
             of_document = [row for row, text in enumerate(texts) if text.source == hit.source]
@@ -166,10 +161,8 @@ def test_a_search_names_each_document_once_with_its_best_passage(tmp_path, model
 
 
 def test_a_weight_is_chosen_on_documents_not_on_passages(tmp_path, model):
-    rows = [{"id": f"d{number}", "text": f"number{number} " * 40} for number in range(40)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [{"query": f"number{number}", "id": f"d{number}"} for number in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    jsonl(tmp_path / "in.jsonl", [{"id": f"d{n}", "text": f"number{n} " * 40} for n in range(40)])
+    jsonl(tmp_path / "pairs.jsonl", [{"query": f"number{n}", "id": f"d{n}"} for n in range(40)])
     output = tmp_path / "out.parquet"
     declutr.embed(model, tmp_path / "in.jsonl", output, passages=True, id_field="id")
     built = declutr.index(output, tmp_path / "index", hybrid=True, pairs=tmp_path / "pairs.jsonl")
@@ -243,8 +236,8 @@ def test_a_searcher_answers_threads_and_refuses_what_the_command_refuses(tmp_pat
 
 def test_evaluate_in_python_returns_what_the_command_writes(tmp_path, model, capsys):
     pairs = [{"query": f"boat {number}", "text": f"A boat with the number {number}."} for number in range(30)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    figures = declutr.evaluate(model, pairs=tmp_path / "pairs.jsonl", output=tmp_path / "scores")
+    path = jsonl(tmp_path / "pairs.jsonl", pairs)
+    figures = declutr.evaluate(model, pairs=path, output=tmp_path / "scores")
     assert figures == {"pairs": json.loads((tmp_path / "scores" / "pairs.json").read_text())}
     says(capsys.readouterr().out, "BM25")
 

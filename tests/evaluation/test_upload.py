@@ -22,7 +22,7 @@ from declutr.encoders.loading import load_encoder
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.driver.model_card import Card
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.train import run_training
 
 EXPORTED = {
     *("1_Pooling/config.json", "README.md", "config.json", "config_sentence_transformers.json", "model.safetensors"),

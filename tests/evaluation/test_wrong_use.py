@@ -181,6 +181,10 @@ def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
         ["verify-gradients", "good.yaml", "optim.lrr=1"],
         ["demo", "--config", "good.yaml", "optim.lrr=1"],
         ["why", "twice.yaml", "--step", "1"],
+        ["adapt", "hashed-words:16", ".", "--output", "out"],
+        ["export", "good.yaml", "--to", "onnx", "--output", "out"],
+        ["embed", "good.yaml", "twice.yaml", "--output", "out.npy"],
+        ["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"],
     ]
     code = "import sys; from declutr.cli.main import main\n"
     code += f"for given in {commands!r}:\n    assert main(given) == 1, given\n"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from declutr.trainer.data.packing import MaskingConfig, mask_tokens
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, mask_tokens
 
 pytestmark = pytest.mark.golden
 
@@ -21,9 +21,8 @@ def masked(case, ids):
     rows, length = ids.shape
     key, place = np.repeat(np.arange(rows, dtype=np.uint64), length), np.tile(np.arange(length), rows)
     flat, epoch, anchor = ids.reshape(-1), np.zeros(ids.size, np.uint64), np.repeat(np.arange(rows) % 3, length)
-    new, selected = mask_tokens(
-        MaskingConfig(), case["seed"], flat, key, epoch, anchor, place, case["V"], case["V"] - 1, specials(case)
-    )
+    vocabulary = Vocabulary(case["V"], None, None, case["V"] - 1, tuple(specials(case).tolist()))
+    new, selected = mask_tokens(MaskingConfig(), case["seed"], vocabulary, flat, key, epoch, anchor, place)
     return flat, new, selected
 
 

@@ -6,7 +6,7 @@ from groups import run_group
 from measures import deviation
 from tiny import declutr
 
-from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
+from declutr.trainer.data.batches import RankBatch, SpanBatch, as_rows, padding_mask
 from declutr.trainer.model.attention import PACKED
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder, mlm_head
@@ -35,7 +35,7 @@ class RecordersEncoder(Encoder):
         padding = batch.input_ids == pad
         if not padding.any():
             return super().forward(batch)
-        ids, mask = pad_rows(batch, pad)
+        ids, mask = as_rows(batch.input_ids, batch, pad), padding_mask(batch)
         self.model.set_attn_implementation("sdpa")
         hidden = self.model.base_model(input_ids=ids, attention_mask=(ids != pad).long()).last_hidden_state[mask]
         self.model.set_attn_implementation(PACKED if self.config.layout == "packed" else "sdpa")

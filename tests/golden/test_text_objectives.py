@@ -7,12 +7,11 @@ from measures import deviation
 
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.scd import Scd
-from declutr.trainer.objectives.scl import Scl
 from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
+from declutr.trainer.objectives.texts import Scd, Scl
 
 pytestmark = pytest.mark.golden
 

@@ -302,6 +302,18 @@ def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, 
         says(capsys.readouterr().err, "spans.max_tokens = 16", "at most 8", "add data=FOLDER")
 
 
+@pytest.mark.parametrize(("fraction", "rows"), [(1e-9, "0 training"), (0.1, "training")])
+@pytest.mark.parametrize("folders", [1, 2])
+def test_a_share_that_fills_no_batch_is_refused(shards, short_run, tmp_path, fraction, rows, folders):
+    """A run could not start with it; in a mixture too, whose order would have no end."""
+    shutil.copytree(shards["documents"], tmp_path / "again")
+    places = [{"path": str(place), "weight": 1.0} for place in (shards["documents"], tmp_path / "again")][:folders]
+    with pytest.raises(
+        UsageError, match=all_of(f"data_fraction = {fraction}", rows, "batch_documents = 8", "increase")
+    ):
+        read_order(short_run, [f"data_fraction={fraction}", f"data={json.dumps(places)}"])
+
+
 @pytest.mark.parametrize("offset", ["9" * 19, "9" * 5000, "²"])
 def test_an_offset_that_no_file_has_names_no_document(shards, short_run, capsys, offset):
     source = ShardSet(shards["documents"], "train").take(np.array([0]))["source"][0].as_py()

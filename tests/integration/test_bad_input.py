@@ -19,8 +19,7 @@ from declutr.pipeline.shards.shards import load_manifest
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.build import load_tokenizer
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.run import run_training
-from declutr.trainer.train import main
+from declutr.trainer.train import main, run_training
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Preparation into an object store: the bytes of a folder, whatever is killed, lost, refused or done twice."""
 
-import json
-
 import preparing
 import pytest
 from faultystore import faulty_store
@@ -25,8 +23,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     texts = [f"document {n}: " + f"{n * 31 % 97} words of it " * (5 + n % 60) for n in range(500)]
     texts[100:110] = texts[:10]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    preparing.write_jsonl(folder / "a.jsonl", *({"text": text} for text in texts), b"\xff\n")
     return folder
 
 
@@ -77,7 +74,7 @@ def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates, m
 
 
 def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, bucket, tmp_path, local):
-    """As after kills: some units are whole, one lost a file, one has no list."""
+    """As after kills: some units are whole, one lost a file, one has no sidecar."""
     address = bucket("stopped")
     config = config_of(corpus, address, tmp_path / "cache")
     with pytest.raises(ShardError, match="max_error_rate"):
@@ -86,7 +83,7 @@ def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, buck
     assert not Folder(address).is_whole()
     assert "manifest.json" not in there
     kept = "train-00000.arrow"
-    Folder(address).delete("sent/select/00001.json")
+    Folder(address).delete("units/00001.json")
     Folder(address).put("train-00002.arrow", b"cut off")
     Folder(address).delete("candidates/keys/00003.arrow")
     before = Folder(address).modified(kept)

@@ -18,8 +18,8 @@ from declutr.common.storage import read_json
 from declutr.trainer.driver.continuation import DEVICE
 from declutr.trainer.driver.failure import GroupFailure, blame_node
 from declutr.trainer.driver.group import build_group
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.scaling import ScalingConfig
+from declutr.trainer.train import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 

@@ -1,6 +1,7 @@
 """Which checkpoint a run continues from, and when it does not; a run in the process of the command."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,8 @@ from declutr.common.errors import ConfigError
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.train import train
+from declutr.trainer.train import run_training, train
 
 pytestmark = pytest.mark.ray
 
@@ -53,7 +53,7 @@ def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
     assert problems(runs.finished_config(other, copied)) == []
     manifest = load_manifest(other)
     first, *rest = manifest.shards
-    shards = [first.model_copy(update={"sha256": "0" * 64}), *rest]
+    shards = [replace(first, sha256="0" * 64), *rest]
     (other / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
     (problem,) = problems(runs.finished_config(other, copied))
     says(problem, f"data = {other}", "other shards")
@@ -81,12 +81,6 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     assert not left_behind.exists()
     assert read_state(newest(copied)).world_size == 2
     assert (copied / "export" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("change", [{"address": "auto"}, {"fsdp": True}, {"spot_notices": "aws"}])
-def test_settings_of_ray_are_refused(change):
-    with pytest.raises(ValueError, match="num_workers = 0 trains without Ray"):
-        runs.least_config(scaling={"num_workers": 0} | change)
 
 
 def test_moved_run_with_relative_paths_continue_at_their_step(data, tmp_path, monkeypatch):

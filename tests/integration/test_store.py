@@ -20,8 +20,8 @@ from declutr.common.stores.copies import fetch_all
 from declutr.common.stores.folder import Folder
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.run import run_folder
+from declutr.trainer.train import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("session")]
 STEPS = 40

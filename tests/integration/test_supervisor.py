@@ -13,8 +13,7 @@ from waiting import until
 from declutr.common.errors import TrainingFailedError
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, find_latest, steps_in
 from declutr.trainer.driver.continuation import FAILURES, ended_early
-from declutr.trainer.driver.run import run_training
-from declutr.trainer.train import main
+from declutr.trainer.train import main, run_training
 
 pytestmark = pytest.mark.ray
 

@@ -21,7 +21,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.checks import place_problems
 from declutr.trainer.train import train
 from declutr.trainer.verify import verify
 
@@ -87,6 +87,7 @@ def all_tasks(prepared, run, task_schedule, **settings):
     """The values of a run of SCD, SCL and both media, with a checkpoint every 4 of 12 steps."""
     tasks = tasks_of(prepared, pairs={"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5})
     settings |= tasks | {"steps": 12, "checkpoint": {"every_steps": 4, "keep_last": 3}, "task_schedule": task_schedule}
+    settings |= {"validation": {"every_steps": 6}}
     return values_of(prepared, run, SCD, **settings)
 
 
@@ -132,6 +133,8 @@ def test_the_export_has_the_encoder_alone(finished):
     line = runs.steps_of(finished)[12]
     assert {"image_supcon", "audio_supcon", "image_lr", "audio_grad_norm", "pairs_contrastive"} <= set(line)
     assert math.isfinite(line["loss"])
+    scores = runs.steps_of(finished, "validation")
+    assert all(0 <= scores[step]["image_nn_accuracy"] <= 1 for step in (0, 6, 12)), "before and after"
     _, state = find_latest(finished / "checkpoints")
     assert set(state.task_hashes) == {"", *BRANCHES}
 

@@ -128,24 +128,15 @@ def test_long_names_of_every_kind_of_tar(tmp_path, format):
     assert [r.source for r in read_all(files(tmp_path))] == [f"x.tar!{name}" for name in names]
 
 
-def test_bombs_are_read_in_bounded_memory(tmp_path):
-    """A gigabyte of spaces in a megabyte: pieces of the allowed size, one after the other."""
+def test_a_bomb_comes_in_pieces_of_the_allowed_size(tmp_path):
     packer = zlib.compressobj(9, wbits=31)
     spaces = b" " * (1 << 20)
-    (tmp_path / "x.txt.gz").write_bytes(b"".join([*(packer.compress(spaces) for _ in range(256)), packer.flush()]))
-    records = read_all(files(tmp_path, max_document_mib=1))
-    assert sum(len(record.text) for record in records) == 256 << 20
-    assert max(len(record.text) for record in records) == 1 << 20
-
-
-@pytest.mark.parametrize("compression", [None, *COMPRESSORS])
-@pytest.mark.parametrize("padding", [0, 512, 3 * 2**20])
-def test_archives_one_behind_the_other_are_read_whole(tmp_path, compression, padding):
-    data = tar([("a.txt", b"a")]) + bytes(padding) + tar([("b.txt", b"b"), ("c.txt", b"c")])
-    path = tmp_path / "x.tar"
-    path.write_bytes(COMPRESSORS[compression](data) if compression else data)
-    for unit_mib in (64.0, 0.0001):
-        assert [record.text for record in read_all(files(path), unit_mib)] == ["a", "b", "c"]
+    bomb = b"".join([*(packer.compress(spaces) for _ in range(64)), packer.flush()])
+    (tmp_path / "a.txt.gz").write_bytes(bomb)  # a line, and in the archive a document
+    (tmp_path / "x.tar").write_bytes(tar([("x.txt.gz", bomb), ("y.txt", b"next")]))
+    *pieces, after = read_all(files(tmp_path, max_document_mib=1))
+    assert [len(piece.text) for piece in pieces] == [1 << 20] * 128
+    assert after.text == "next"
 
 
 def test_the_parts_of_an_archive_end_with_its_end_mark(tmp_path):
@@ -225,14 +216,6 @@ def test_the_map_of_a_sparse_file_goes_on_behind_its_header(tmp_path):
     for unit_mib in (64.0, 1e-6):
         texts = [outcome for _, outcome in outcomes(read_all(files(tmp_path), unit_mib))]
         assert texts == ["a", "not_a_file", "not_a_file", "b"]
-
-
-@pytest.mark.parametrize("number", [0, 7, 15])
-def test_skippable_frames_of_zstd_are_skipped(tmp_path, number):
-    frame = bytes([0x50 + number]) + b"\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"
-    packed = COMPRESSORS["zst"](b"a\nb\n")
-    (tmp_path / "a.txt.zst").write_bytes(frame + packed + frame + packed)
-    assert [text for _, text in outcomes(read_all(files(tmp_path)))] == ["a", "b"] * 2
 
 
 @pytest.mark.parametrize("name", ["a.tbz2", "b.tzst", "c.tbz", "d.txt.bgz"])

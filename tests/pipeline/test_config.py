@@ -8,13 +8,14 @@ import yaml
 from mediafiles import png, sound, spread, stored, tone
 from messages import all_of, says
 from PIL import Image
+from preparing import values_of
 from processes import run_python
 from pydantic import ValidationError
 
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity, output_place_problems
-from declutr.pipeline.job.shared import sample_texts
+from declutr.pipeline.job.output import sample_texts
 from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
 
@@ -60,7 +61,7 @@ def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
             "declutr.pipeline.prepare, declutr.pipeline.job.worker",
             {"torch", "PIL", "soundfile", "transformers.audio_utils", "scipy.signal"},
         ),
-        ("declutr.trainer.train, declutr.trainer.driver.run", {"transformers"}),
+        ("declutr.trainer.train, declutr.trainer.driver.supervisor", {"transformers"}),
     ],
     ids=["texts without torch and decoders", "continuing without transformers"],
 )
@@ -232,12 +233,10 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
         files = {f"a/{n}.png": pictures[n % 20] for n in range(400)}
         files["a/large.jpg"] = stored(Image.new("RGB", (6000, 4000), "red"), "JPEG")
     else:
-        sounds = [sound(tone(8.0, 8000, n), 8000) for n in range(20)]
-        files = {f"a/{n}.wav": sounds[n % 20] for n in range(200)}
+        files = {f"a/{n}.wav": sound(tone(8.0, 8000, n % 20), 8000) for n in range(200)}
         files["a/long.flac"] = sound(tone(600.0, 8000), 8000, format="FLAC")
-    values = {"output": str(tmp_path / "out"), "duplicates": {"exact": False}, "content": kind}
-    values["corpus"] = {"kind": "files", "paths": [str(spread(tmp_path / "in", files))]}
-    values["unit_mib"] = 1024
+    values = values_of(spread(tmp_path / "in", files), tmp_path / "out", content=kind, unit_mib=1024)
+    values |= {"duplicates": {"exact": False}, "record_batch_rows": 1000}
     counts, before, peak, modules = json.loads(run_python("-c", PREPARE, json.dumps(values)).stdout)
     assert counts["kept"] == len(files)
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.arrow")) > 70 << 20

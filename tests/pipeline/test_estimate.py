@@ -8,7 +8,7 @@ import pytest
 from messages import says
 
 from declutr.pipeline.job import estimate as estimating
-from declutr.pipeline.job.estimate import MAX_STRATA, Sampled, draw_strata, makespan, read_for
+from declutr.pipeline.job.estimate import Sample, draw_samples, makespan, read_for
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.prepare import main, plan_ahead
 
@@ -37,13 +37,13 @@ def mixed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 20.0])
-def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, monkeypatch, seconds):
+def test_a_mixed_folder_is_estimated_by_format_and_size(mixed, make_config, monkeypatch, seconds):
     monkeypatch.setattr(estimating, "_SAMPLE_SECONDS", seconds)
     config = make_config(mixed, geometry={"num_anchors": 2, "max_tokens": 128})
     estimate, truth = plan_ahead(config), 10_000 + 253 + 3 + 7 * 150
     assert estimate.documents == pytest.approx(truth, rel=0.15)
     assert estimate.kept == pytest.approx(256, rel=0.15)
-    assert any("documents   about " in line for line in estimate.lines())
+    assert any("documents   about " in line for line in estimate.lines)
 
 
 def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
@@ -74,7 +74,7 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
 def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice, reasons):
     (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
     estimate = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64}))
-    lines = estimate.lines()
+    lines = estimate.lines
     assert not any("about" in line for line in lines[:2]), "the corpus was read whole"
     assert any(" s on " in line for line in lines)
     assert not any(line.startswith("  measured") for line in lines), "no CPUs were asked for"
@@ -85,16 +85,17 @@ def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplo
     assert not reasons[1:] or lines[-1].endswith("corpus.format=auto_text_file")
 
 
-def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):
-    for number in range(60):
+def test_samples_are_bounded_and_stand_for_every_byte(tmp_path, make_config):
+    for number in range(600):
         (tmp_path / "in" / str(number)).mkdir(parents=True)
         (tmp_path / "in" / str(number) / "a.txt").write_text("one two\n" * (number + 1))
     units, _ = plan_units(make_config(tmp_path / "in").corpus, 1.0)
-    strata = draw_strata([part for unit in units for part in unit.parts])
-    assert len(strata) == MAX_STRATA + 1
-    assert sum(stratum.num_bytes for stratum in strata) == sum(unit.num_bytes for unit in units)
-    for stratum in strata:
-        assert sum(sample.stands_for for sample in stratum.sampled) == pytest.approx(stratum.num_bytes)
+    samples = draw_samples([part for unit in units for part in unit.parts])
+    assert 64 <= len(samples) < 100
+    assert sum(sample.stands_for for sample in samples) == sum(unit.num_bytes for unit in units)
+    for sample in samples:
+        sizes = [part.num_bytes for part in sample.parts]
+        assert max(sizes) < 4 * min(sizes)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -106,7 +107,7 @@ def test_the_bytes_of_a_beginning_are_those_of_its_records(tmp_path, make_config
     config = make_config(tmp_path / name)
     (unit,), _ = plan_units(config.corpus, 32.0)
     for seconds, whole in ((0.0, False), (60.0, True)):
-        sample = Sampled(unit.parts[0], unit.num_bytes)
+        sample = Sample(unit.parts)
         number = sum(1 for _ in read_for(seconds, read_unit(unit, config.corpus), sample, []))
         assert (number == 30_000, sample.num_bytes == unit.num_bytes) == (whole, whole)
         assert number * len(line) == pytest.approx(sample.num_bytes, rel=0.05)

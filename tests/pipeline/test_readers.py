@@ -8,14 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import COMPRESSORS, files, measured, read_all, tar, write_records, write_table
+from corpora import COMPRESSORS, files, measured, outcomes, read_all, tar, write_records, write_table
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import says
 
-from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.readers import lines as line_readers
-from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, Rules, document_id, rules_of
+from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, Rules, rules_of
 from declutr.pipeline.readers.files import Meter, read_part
 from declutr.pipeline.readers.lines import cut, read_jsonl
 from declutr.pipeline.readers.planning import file_parts
@@ -55,10 +54,7 @@ def test_every_line_is_read_once_however_a_file_is_cut(tmp_path_factory, lines, 
     assert len(cut) == len(lines) - (lines[-1] == b"" and not ends_with_newline)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}')
-    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + b'"text"\nx\n')
-    assert [r.text for r in read_all(files(tmp_path))] == ["x", "x"]
+def test_a_byte_order_mark_is_no_text_of_a_long_line():
     line = b'\xef\xbb\xbf{"text": "' + b"word " * 40 + b'"}'
     records = list(read_lines(io.BytesIO(line).read, 100))
     assert "".join(record.text for record in records) == "word " * 40
@@ -73,6 +69,15 @@ def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
     assert [r.source for r in read_all(files(tmp_path / "*" / "*.txt", tmp_path / "a"))] == ["a/y.txt", "b/x.txt"]
 
 
+def test_every_kind_of_file_of_a_folder_has_its_own_reading(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ndocument")
+    (tmp_path / "b.md").write_text("# two\n")
+    (tmp_path / "c.csv").write_text("text\nthree\nfour\n")
+    corpus = files(tmp_path, format="auto_text_file")
+    assert [text for _, text in outcomes(read_all(corpus))] == ["one\n\ndocument", "# two\n", "three", "four"]
+    assert len(read_all(files(tmp_path))) == 6
+
+
 def test_every_problem_of_the_inputs_is_reported(tmp_path):
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "good.parquet")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
@@ -83,13 +88,6 @@ def test_every_problem_of_the_inputs_is_reported(tmp_path):
     assert len(problems) >= len(names)
     for name in names:
         assert any(name in problem for problem in problems), name
-
-
-def test_the_id_is_of_the_normalised_text():
-    assert normalise("  a\tb\u00a0\n c ") == "a b c"
-    assert document_id(b"a b c").hex() == document_id(normalise(" a  b c").encode()).hex()
-    assert len(document_id(b"")) == 16
-    assert document_id(b"a") != document_id(b"A")
 
 
 TEXTS = ["I figure out caf\u00e9", "\u4e2d\u6587 and \U0001f600", "a third one"]

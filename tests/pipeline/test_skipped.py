@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all, write_records, write_table
+from corpora import files, outcomes, read_all, write_records
 from messages import says
 
 from declutr.pipeline.config import identity
@@ -121,18 +121,8 @@ def test_pipes_and_devices_are_counted_and_never_opened(folder):
 
 
 def test_files_of_other_kinds_are_counted_by_their_endings(folder):
-    names = [
-        "b.xml",
-        "deep/c.XML",
-        "d.svg",
-        "e.rtf",
-        "f.zip",
-        "README",
-        "g.json",
-        "h.bad ending",
-        "i.sql.gz",
-        "j\n.odd",
-    ]
+    names = ["b.xml", "deep/c.XML", "d.svg", "e.rtf", "f.zip", "README", "g.json"]
+    names += ["h.bad ending", "i.sql.gz", "j\n.odd"]
     for name in [*names, ".hidden.xml", "k.md", os.fsdecode(b"\xff.png")]:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -213,13 +203,8 @@ def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_ki
     skipped = Skipped()
     for name in ("a.xml", "b.html", "c.rtf", "d.zip", "e.json", "f.xyz"):
         skipped.add_file(name)
-    (told,) = describe_skipped(skipped.kinds())
-    assert [
-        word
-        for word in ("1 .xml ('a.xml')", "trafilatura", "text_file", "convert", "unpack", "[documents]")
-        if word not in told
-    ] == []
-    assert "corpus.text_field" in told
+    advice = ("trafilatura", "text_file", "convert", "unpack", "[documents]", "corpus.text_field")
+    says(describe_skipped(skipped.kinds()), "1 .xml ('a.xml')", *advice)
     skipped = Skipped()
     for number in range(1000):
         skipped.add_file(f"a.x{number}")
@@ -230,30 +215,8 @@ def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_ki
 
 def test_a_folder_of_nothing_else_says_what_is_in_it(folder):
     (folder / "a.txt").rename(folder / "a.xml")
-    (problem,) = search(folder)[2]
-    says(problem, "no file")
-    says(problem, "1 .xml")
-    (problem,) = search(folder / "a.xml")[2]
-    assert "trafilatura" in problem
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "stream.arrow", "csv"])
-def test_a_table_with_another_column_is_a_failure_for_each_row_beside_other_files(folder, suffix):
-    table = pa.table({"body": ["a", "b", "c"]})
-    path = folder / f"b.{suffix}"
-    if suffix == "csv":
-        path.write_text("body\na\nb\nc\n")
-    else:
-        write_table(path, table, 2)
-    records, skipped, problems = search(folder)
-    assert not problems
-    assert not skipped
-    assert records == [("a.txt", "read")] + [(path.name, "no_text_field")] * 3
-    (folder / "a.txt").unlink()
-    problems = search(folder)[2]
-    assert [path.name in problem and "body" in problem for problem in problems] == [True] * (
-        suffix in ("parquet", "arrow", "csv")
-    )
+    says(search(folder)[2], "no file", "1 .xml")
+    says(search(folder / "a.xml")[2], "trafilatura")
 
 
 def test_units_are_those_of_the_same_files_when_nothing_is_lost(folder):
@@ -319,9 +282,7 @@ def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
     told = summary(manifest, "out")
     says(told, "2 .xml", "'b.xml'", "1 unreadable", "'gone.jsonl'")
     page = "\n".join(glance(gather(folder)))
-    says(page, "2 .xml")
-    assert "trafilatura" in page
-    assert "text_file" in page
+    says(page, "2 .xml", "trafilatura", "text_file")
     assert "gone.jsonl" in str(too_many_failed(sidecar.counts, sidecar.failures, 0.01, "documents", sidecar.losses))
     assert too_many_failed(sidecar.counts, sidecar.failures, 0.03, "documents", sidecar.losses) is None
     assert not problems(config)

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import random
-import subprocess
-import sys
 from io import BytesIO
 
 import numpy as np
@@ -14,14 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import tar
 from messages import all_of, says
+from preparing import write_jsonl
 from volumes import small_volume
 
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
-from declutr.pipeline.config import config_hash, identity
+from declutr.common.storage import records
+from declutr.common.stores.folder import Folder
+from declutr.inspection.describe import describe
+from declutr.pipeline.config import config_hash
 from declutr.pipeline.job import worker
 from declutr.pipeline.job.output import HEARTBEATS, Output, plan_of
-from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states
+from declutr.pipeline.job.stored import open_output
+from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states, write_sidecar
 from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
 from declutr.pipeline.readers.corpus import document_id
@@ -33,10 +36,8 @@ from declutr.pipeline.shards.shards import ShardSet
 @pytest.fixture
 def corpus(tmp_path):
     texts = [" ".join(f"word{number} {i}" for i in range(30)) for number in range(40)]
-    lines = [json.dumps({"text": text}).encode() for text in [*texts, "short", " ", texts[0].replace(" ", "\n")]]
-    path = tmp_path / "corpus.jsonl"
-    path.write_bytes(b"\n".join([*lines, b'"\xff"']))
-    return path
+    rows = [{"text": text} for text in [*texts, "short", " ", texts[0].replace(" ", "\n")]]
+    return write_jsonl(tmp_path / "corpus.jsonl", *rows, b'"\xff"')
 
 
 def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(
@@ -59,11 +60,13 @@ def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(
     assert finished_sidecar(unit, folder, config_hash(config)) == sidecar
     manifest = build_manifest([sidecar], info, config.geometry, {}, "")
     (folder / MANIFEST).write_text(manifest.model_dump_json())
+    says("\n".join(describe(folder, 0)), "1 failed: 1 invalid_utf8")
     splits = [ShardSet(folder, split) for split in ("train", "held-out")]
     rows = [row for split in splits for row in split.take(np.arange(split.num_documents)).to_pylist()]
     assert list(rows[0]) == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
     same = [row for row in rows if tokenizer.decode(row["tokens"]) == " " + " ".join(f"word0 {i}" for i in range(30))]
-    assert same[0]["id"] == same[1]["id"], "the same words in other whitespace"
+    normalised = document_id(" ".join(f"word0 {i}" for i in range(30)).encode())
+    assert same[0]["id"] == same[1]["id"] == normalised, "the same words in other whitespace"
     assert 0 in (same[0]["offset"], same[1]["offset"])
 
 
@@ -90,28 +93,28 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     assert finished_sidecar(unit, folder, config_hash(config)) is None
 
 
-@pytest.mark.parametrize(("mode", "shortest"), [("drop", 64), ("fewer_anchors", 32), ("shrink_spans", 20)])
-def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_config, output, tokenizer, mode, shortest):
-    """Two anchors of 16 tokens need 64; one needs 32; two of 5 need 20."""
+def test_a_stored_unit_of_an_earlier_version_is_redone_when_its_rejected_file_is_lost(
+    corpus, tmp_path, make_config, output
+):
+    """Its sidecar does not name that file; the list of the complete output does."""
     folder, info = output
-    corpus = tmp_path / "corpus.txt"
-    texts = [" ".join(f"span{number % (1 + i)}" for i in range(number)) for number in range(1, 60)]
-    corpus.write_text("\n".join(texts))
-    geometry = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 5}
-    config = make_config(corpus, validation_fraction=0, geometry=geometry, short_documents=mode)
-    (unit,), _ = plan_units(config.corpus, config.unit_mib)
-    sidecar = write_unit(unit, folder, config, info)
-    lengths = [len(tokenizer(" " + text, add_special_tokens=False)["input_ids"]) for text in texts]
-    kept = [length for length in lengths if length >= shortest]
-    assert sidecar.counts.dropped == {"too_short": len(texts) - len(kept)}
-    manifest = build_manifest([sidecar], info, config.geometry, identity(config), "")
-    assert manifest.short_documents == mode
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
-    table = ShardSet(folder, "train").take(np.arange(len(kept)))
-    assert table.column("num_tokens").to_pylist() == kept
-    for length, windows in zip(kept, table.column("windows").to_pylist(), strict=True):
-        size = min(16, length // 4) if mode == "shrink_spans" else 16
-        assert windows == list(range(0, length - size + 1, size))
+    cache, num_cpus = str(tmp_path / "cache"), {"num_cpus": 1}
+    stored = {"output": f"file://{folder}", "cache": cache, "session": num_cpus, "write_rejected": True}
+    config = make_config(corpus, unit_mib=0.01, **stored)
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    for unit in units:
+        write_sidecar(folder, write_unit(unit, folder, config, info).model_copy(update={"others": None}))
+    remote = Folder(config.output)
+
+    def finished():
+        with open_output(config) as place:
+            return [bool(place.finished_sidecar(unit, "prepare", config_hash(config))) for unit in units]
+
+    assert finished() == [False] * len(units), "nothing names its files"
+    remote.commit(records(folder))
+    assert finished() == [True] * len(units)
+    remote.delete(f"rejected/{units[1].name}.jsonl.gz")
+    assert finished() == [unit is not units[1] for unit in units]
 
 
 def test_the_split_is_by_content_and_of_the_asked_size():
@@ -125,16 +128,10 @@ def test_the_split_is_by_content_and_of_the_asked_size():
     assert set(splits_of(ids, 0, 0.0)) == {"train"}
 
 
-HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
-HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
-
-
 @pytest.fixture
 def long_corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
     texts = [" ".join(f"word{i * n % 7}{n}" for i in range(60)) for n in range(100)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_jsonl(tmp_path / "corpus.jsonl", *({"text": text} for text in texts))
 
 
 def files(folder):
@@ -148,18 +145,14 @@ def test_a_second_command_is_refused_with_words_and_changes_nothing(
 ):
     config_path = write_config(make_config(long_corpus))
     (tmp_path / "out").mkdir()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], **pipes) as holder:
-        assert holder.stdout.readline() == "held\n"
+    with RunLock(tmp_path / "out", print):
         before = files(tmp_path / "out")
         assert main([config_path]) == 1
-        assert f"pid {holder.pid}" in capsys.readouterr().err
+        assert f"pid {os.getpid()}" in capsys.readouterr().err
         assert main([config_path, "--plan"]) == 0
         assert files(tmp_path / "out") == before
-        holder.kill()
-        holder.wait()
-    with RunLock(tmp_path / "out", print), pytest.raises(RunLockedError):
-        prepare(make_config(long_corpus))
+        with pytest.raises(RunLockedError):
+            prepare(make_config(long_corpus))
 
 
 def test_plan_writes_nothing_and_leaves_a_folder_at_work_as_it_is(tmp_path, make_config, long_corpus, output):

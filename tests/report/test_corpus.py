@@ -22,14 +22,13 @@ from preparing import prepare_media, prepare_rows
 
 from declutr.cli.main import main
 from declutr.pipeline.shards.content import LABELS
-from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries
+from declutr.pipeline.shards.ledger import ledger_entries
 from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.report import survey as sums
+from declutr.report import survey
 from declutr.report.charts import COLOURS, draw_histogram
-from declutr.report.corpus import gather, glance, readiness, write_corpus_page
-from declutr.report.examples import thumbnail
-from declutr.report.survey import Tallies, Tally, tally_columns
+from declutr.report.corpus import gather, glance, readiness, thumbnail, write_corpus_page
+from declutr.report.survey import Tallies, Tally
 
 HOSTILE = '"><script>alert(1)<'
 
@@ -159,21 +158,15 @@ def test_a_corpus_with_nothing_to_tell_has_a_short_page(tmp_path, capsys):
     assert re.findall(r'<section id="(\w+)"', page) == ["lengths", "reasons", "sources", "examples"]
 
 
-def batch_of(names, tokens):
-    columns = {field.name: pa.nulls(len(names), field.type) for field in SCHEMA}
-    columns["status"] = pa.array(["train" if n % 2 else "too_short" for n in range(len(names))])
-    columns["text_bytes"], columns["num_tokens"] = pa.array(tokens, pa.int64()), pa.array(tokens, pa.int64())
-    return pa.record_batch(columns), pa.array(names)
-
-
 def test_more_sources_than_are_held_lose_their_names_only(monkeypatch):
-    monkeypatch.setattr(sums, "MAX_NAMES", 1_000)
-    tallies = Tallies()
-    number = 3_000
+    monkeypatch.setattr(survey, "MAX_NAMES", 1_000)
+    tallies, number = Tallies(), 3_000
     for start in range(0, number, 500):
         names = ["large" if n % 100 == 1 else f"{n}.txt" for n in range(start, start + 500)]
-        batch, column = batch_of(names, [1000 if name == "large" else 1 for name in names])
-        tallies.add(column, tally_columns(batch))
+        tokens = pa.array([1000 if name == "large" else 1 for name in names])
+        status = pa.array(["train" if n % 2 else "too_short" for n in range(500)])
+        batch = pa.record_batch({"status": status, "text_bytes": tokens, "num_tokens": tokens})
+        tallies.add(pa.array(names), survey.tally_columns(batch))
     large, (name, others) = tallies.largest(tallies.by_name, 1)
     assert large == ("large", Tally(30, 30_000, 30, 30_000))
     assert name == f"({number - 30:,} others)"
@@ -266,7 +259,7 @@ def test_images_are_shown_by_thumbnails_and_labels(images, tmp_path, capsys):
     assert "oken" not in page.text
     assert main(["inspect", str(folder)]) == 0
     message = capsys.readouterr().out
-    says(message, "62 images read", "60 kept", "0 dropped", "2 failed")
+    says(message, "62 images read", "60 kept", "2 not_an_image")
     says(message, "images", "3 labels")
     assert "pixels," in message
     assert "tokenizer" not in message

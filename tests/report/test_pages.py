@@ -209,15 +209,19 @@ def write_run(folder, shards, steps=700, **changes):
         if first == 301:
             GroupFailure(f"worker 1 died {SCRIPT}", "death", "trace").log(folder, 300)
         writer = MetricsWriter(folder, first - 1)
-        writer.start(first, {"model": 2.0, "workers": 2})
+        writer.add("start", first, {"model": 2.0, "workers": 2})
         for step in range(first, 301 if first == 1 else steps + 1):
             if step % 100 == 1:
                 part = step / steps
-                writer.scores(step - 1, {"alignment": 0.5 + part, "uniformity": -3 * part, "effective_rank": 9 + part})
+                writer.add(
+                    "validation",
+                    step - 1,
+                    {"alignment": 0.5 + part, "uniformity": -3 * part, "effective_rank": 9 + part},
+                )
             loss = float("nan") if step == 500 else 1000.0 if step == 600 else 8.0 / step
             terms = {"contrastive": loss / 2, "mlm": loss / 2}
             measured = StepMetrics(loss, terms, 2.0, 1e-3, 9, 500, 0.125, 1e9, step, skipped=step == 500)
-            writer.step(step, measured, SPEED)
+            writer.add("step", step, measured.line() | SPEED)
         writer.close()
     return folder
 
@@ -262,14 +266,17 @@ def test_page_has_the_facts_of_the_files(two, tmp_path):
 
 
 @pytest.mark.parametrize(("data", "message"), [("gone", "data = gone"), ("$NO/shards", "data = $NO/shards: ")])
-def test_page_needs_no_shards_and_names_the_reason(two, tmp_path, data, message):
-    shutil.copytree(two[0], tmp_path / "run")
-    (tmp_path / "run" / METRICS).write_text("")  # no chart to draw
-    config = (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").write_text(re.sub("^data: .*$", f"data: {data}", config, flags=re.MULTILINE))
-    assert main(["report", str(tmp_path / "run")]) == 0
-    page = (tmp_path / "run" / "report" / "report.html").read_text()
+def test_page_needs_neither_steps_nor_shards_and_names_the_reason(two, tmp_path, data, message):
+    folder = shutil.copytree(two[1], tmp_path / "run")
+    (folder / METRICS).write_text("")  # no chart to draw
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub("^data: .*$", f"data: {data}", config, flags=re.MULTILINE))
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report" / "report.html").read_text()
     assert f"Without the length of the run: run: {message}" in checked(page).text
+    assert "step 0 is the newest in the metrics, written never" in page
+    (run,) = read_runs([folder])
+    assert [event.kind for event in run.events] == ["failure"]
     assert "All settings" in page
     assert "optim.lr" in page
 
@@ -314,15 +321,6 @@ def test_numbers_of_a_hostile_file_do_not_break_the_page(tmp_path, monkeypatch, 
     page = write_runs_page([tmp_path]).read_text()
     assert "<b>odd</b>" in checked(page).text
     assert page.count("<figure>") <= 5 * 5
-
-
-def test_a_run_without_steps_has_a_page(two, tmp_path):
-    folder = shutil.copytree(two[1], tmp_path / "run")
-    (folder / METRICS).write_text("")
-    page = write_runs_page([folder]).read_text()
-    assert "step 0 of 650 is the newest in the metrics, written never" in page
-    (run,) = read_runs([folder])
-    assert [event.kind for event in run.events] == ["failure"]
 
 
 def line(kind, step, seconds, **values):

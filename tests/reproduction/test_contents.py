@@ -44,15 +44,12 @@ def write(path, text="other"):
     path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    "name", ["encoder", "untrained:{}/encoder", "untrained@3:{}/encoder", "~/encoder", "words.vec"]
-)
+@pytest.mark.parametrize("name", ["encoder", "untrained:{}/encoder", "untrained@3:{}/encoder", "~/encoder"])
 def test_encoder_of_other_files_has_other_scores(home, name):
     name = name.format(home) if "{}" in name or name[0] == "~" else str(home / name)
-    write(home / "words.vec", "a 1")
     before = encoder_identity(home, name)
     assert encoder_identity(home, name) == before
-    write(home / ("words.vec" if name.endswith(".vec") else "encoder/model.safetensors"))
+    write(home / "encoder/model.safetensors")
     assert encoder_identity(home, name) != before
 
 

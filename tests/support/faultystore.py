@@ -1,29 +1,24 @@
-"""A proxy in front of the S3 server that fails on demand: throttles, refuses, cuts answers short."""
+"""An S3 server that fails on demand: throttles, refuses, cuts answers short."""
 
-import http.client
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 from s3server import s3_server
-from serving import Handler, serving
 
-_ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
+_ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{0}</Code><Message>{0}</Message></Error>'
 
 
 class Faults:
-    """The fault of the moment.
+    """The fault of the moment, in front of the server's application.
 
     Attributes:
         status: HTTP status of a refused request, with `code` as the store's own error code.
         left: how many requests still fail; None: all of them.
         after: how many requests of these methods still succeed before.
         methods: the HTTP methods that fail.
-        cut: cut the body of an answer in half and close the connection, instead of an error.
-        seen: methods of all requests, failed ones too.
+        cut: cut the body of an answer in half instead of an error.
     """
 
     def __init__(self):
-        self.seen = []
         self.clear()
 
     def clear(self):
@@ -37,7 +32,6 @@ class Faults:
         self.left, self.methods, self.cut = left, ("GET",), True
 
     def strikes(self, method):
-        self.seen.append(method)
         if method not in self.methods or self.left == 0:
             return False
         if self.after > 0:
@@ -47,59 +41,27 @@ class Faults:
             self.left -= 1
         return True
 
+    def wrap(self, application):
+        def answer(environ, start_response):
+            method = environ["REQUEST_METHOD"]
+            if not self.strikes(method):
+                return application(environ, start_response)
+            if self.cut:
+                content = b"".join(application(environ, start_response))
+                return [content[: len(content) // 2] if len(content) > 1000 else content]
+            chunked = environ.get("HTTP_TRANSFER_ENCODING") == "chunked"
+            environ["wsgi.input"].read(-1 if chunked else int(environ.get("CONTENT_LENGTH") or 0))
+            error = _ERROR.format(self.code).encode()
+            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(error)))]
+            start_response(f"{self.status} {self.code}", headers)
+            return [] if method == "HEAD" else [error]
+
+        return answer
+
 
 @contextmanager
 def faulty_store():
-    """Yields a function from a name in a bucket to its address behind the proxy, and the faults."""
-    with s3_server() as address:
-        parts = urlsplit(address("x"))
-        backend = parts.query.partition("http://")[2]
-        faults = Faults()
-        with serving(_handler(backend, faults)) as host:
-            yield lambda name: f"s3://bucket/{name}?endpoint_override=http://{host}", faults
-
-
-def _handler(backend, faults):
-    class Proxy(Handler):
-        def forward(self):
-            chunked = self.headers.get("Transfer-Encoding") == "chunked"
-            body = self.chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            struck = faults.strikes(self.command)
-            if struck and not faults.cut:
-                error = _ERROR.format(code=faults.code, message=faults.code).encode()
-                self.answer(faults.status, error, [("Content-Type", "application/xml")])
-                return
-            upstream = http.client.HTTPConnection(backend, timeout=60)
-            upstream.request(self.command, self.path, body, dict(self.headers))
-            answer = upstream.getresponse()
-            content = answer.read()
-            upstream.close()
-            self.pass_on(answer.status, answer.getheaders(), content, cut=struck and len(content) > 1000)
-
-        def chunks(self):
-            """The body of a chunked request as it came, sizes of its chunks included."""
-            lines = []
-            while not lines or int(lines[-2].split(b";")[0], 16):
-                size = self.rfile.readline()
-                lines += [size, self.rfile.read(int(size.split(b";")[0], 16))]
-                while (line := self.rfile.readline()) != b"\r\n":
-                    lines[-1] += line
-                lines[-1] += line
-            return b"".join(lines)
-
-        def pass_on(self, status, headers, content, cut=False):
-            self.send_response_only(status)
-            length = {name.lower(): value for name, value in headers}.get("content-length")
-            for name, value in headers:
-                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
-                    self.send_header(name, value)
-            self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content[: len(content) // 2] if cut else content)
-            if cut:
-                self.close_connection = True
-
-    for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
-        setattr(Proxy, f"do_{method}", Proxy.forward)
-    return Proxy
+    """Yields a function from a name in a bucket to its address, and the faults."""
+    faults = Faults()
+    with s3_server(faults.wrap) as address:
+        yield address, faults

@@ -3,6 +3,8 @@
 import json
 
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel
 
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
@@ -32,8 +34,6 @@ def encoder_folder(folder, family="roberta", pooling="mean", after=(), max_token
             modules.append((kind, f"{number}_{kind}"))
             (folder / f"{number}_{kind}").mkdir()
             if kind == "Dense":
-                from safetensors.torch import save_file
-
                 layer = torch.nn.Linear(size, 12)
                 settings = {"in_features": size, "out_features": 12, "bias": True}
                 settings |= {"activation_function": "torch.nn.modules.activation.Tanh"}
@@ -49,9 +49,28 @@ def encoder_folder(folder, family="roberta", pooling="mean", after=(), max_token
     return folder
 
 
+def static_folder(folder, vectors):
+    """Writes a StaticEmbedding of sentence-transformers: `{word: vector}`; other words have the vector 0."""
+    folder.mkdir()
+    words = ["[UNK]", *vectors]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    table = torch.tensor([[0.0] * len(vectors[words[1]]), *vectors.values()], dtype=torch.float32)
+    save_file({"embedding.weight": table}, folder / "model.safetensors")
+    write(folder / "modules.json", [module("StaticEmbedding", "")])
+    return folder
+
+
 def module(kind, path, number=0):
     """An entry of modules.json."""
     return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+
+
+def jsonl(path, rows):
+    """Writes rows as JSON Lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def write(path, value):

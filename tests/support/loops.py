@@ -19,7 +19,7 @@ from declutr.trainer.step.step import NonFiniteLosses
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
-from declutr.trainer.worker.scheduler import TaskScheduler
+from declutr.trainer.worker.loop import take as take_updates
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
@@ -46,16 +46,15 @@ def worker(run, comm=None, total_steps=6, **changes):
 
 def loop_of(config, run, train_step, data):
     """The loop of a worker, without batches and validation."""
-    scheduler = TaskScheduler([train_step])
     heartbeat = Heartbeat(train_step.comm.rank, train_step.comm.size)
     hashes = {"": data_hash(load_manifest(data))}
     identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
-    checkpointing = Checkpointing(config, run, identity, hashes, scheduler, heartbeat)
+    checkpointing = Checkpointing(config, run, identity, hashes, [train_step], heartbeat)
     return TrainingLoop(
         config,
         run,
         torch.device("cpu"),
-        scheduler,
+        [train_step],
         checkpointing,
         prefetch=lambda done: Prefetcher(iter(())),  # noqa: ARG005
         validator=None,
@@ -82,7 +81,7 @@ def batch(step, comm=None, bad=BAD):
 
 
 def take(one, first, last, comm=None, bad=BAD):
-    return [one.scheduler.take({"": batch(step, comm, bad)}, step) for step in range(first, last + 1)]
+    return [take_updates(one.train_steps, {"": batch(step, comm, bad)}, step) for step in range(first, last + 1)]
 
 
 def tensors(one):

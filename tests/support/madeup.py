@@ -11,9 +11,9 @@ from declutr.trainer.build import build_encoder
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.run import data_folder
+from declutr.trainer.train import run_training
 
 STEPS = 6
 

@@ -12,11 +12,10 @@ class Clouds:
         action: body of AWS's answer; None: 404, as while no notice exists.
         preempted: body of GCP's answer.
         once: withdraw a notice after one host has read it.
-        tokens: number of tokens given out; only the newest is valid.
+        tokens: number of tokens given out.
         token: body of the answer with a token, in place of a valid one.
         asked: paths that were asked for.
         host: address of the server.
-        expire: refuse the next token with 401, as after its lifetime.
     """
 
     def __init__(self):
@@ -25,7 +24,6 @@ class Clouds:
         self.once = False
         self.tokens = 0
         self.token = None
-        self.expire = False
         self.asked = []
         self.host = ""
 
@@ -46,8 +44,8 @@ def metadata_server():
             clouds.asked.append(self.path)
             if self.path == "/computeMetadata/v1/instance/preempted":
                 return self.answer(200, clouds.preempted) if self.google() else self.answer(403)
-            if clouds.expire or self.headers.get("X-aws-ec2-metadata-token") != f"token-{clouds.tokens}":
-                clouds.expire = False
+            tokens = [f"token-{number}" for number in range(1, clouds.tokens + 1)]
+            if self.headers.get("X-aws-ec2-metadata-token") not in tokens:
                 return self.answer(401)
             if self.path != "/latest/meta-data/spot/instance-action" or clouds.action is None:
                 return self.answer(404, b"<?xml version='1.0'?><html/>")

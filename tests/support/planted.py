@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from declutr.pipeline.duplicates.keys import Documents, number, write_keys
+from declutr.pipeline.duplicates.keys import number, write_keys
 from declutr.pipeline.duplicates.pairs import bucket_pairs
 from declutr.pipeline.duplicates.shingles import Signer
 from declutr.pipeline.filters.document_filter import normalise
@@ -45,5 +45,5 @@ def write(folder, units, config, order=None):
 
 def search(folder, names, config, num_buckets=1):
     """The pairs of every bucket, found in this process."""
-    documents = Documents(number(folder, names, config)[0])
+    documents, _, _ = number(folder, names, config)
     return [bucket_pairs(documents, config, bucket, num_buckets) for bucket in range(num_buckets)]

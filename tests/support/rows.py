@@ -45,13 +45,13 @@ def image_rows(sizes: list[tuple[int, int]], labels: str = "abab", seed: int = 0
     return _table(columns, {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()})
 
 
-def clip_rows(lengths: list[int], labels: str = "xyx", seed: int = 0) -> pa.Table:
+def clip_rows(lengths: list[int], labels: str = "xyx", seed: int = 0, mels: int = MELS) -> pa.Table:
     """Rows of random spectrograms with these numbers of frames."""
     columns = {"id": [], "frames": [], "num_frames": [], "label": []}
     for number, length in enumerate(lengths):
         rng = np.random.default_rng([seed, number])
         columns["id"].append(rng.bytes(16))
-        columns["frames"].append(rng.normal(size=length * MELS).astype(np.float32))
+        columns["frames"].append(rng.normal(size=length * mels).astype(np.float32))
         columns["num_frames"].append(length)
         columns["label"].append(labels[number % len(labels)])
     return _table(columns, {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()})

@@ -12,11 +12,16 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFA
 
 
 @contextmanager
-def s3_server():
-    """Yields a function from a name in a bucket to its address; the next server of this process begins empty."""
+def s3_server(wrap=None):
+    """Yields a function from a name in a bucket to its address; the next server of this process begins empty.
+
+    `wrap` may put a WSGI application in front of the server's own.
+    """
     moto = pytest.importorskip("moto.server", reason="moto is not installed")
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
+    if wrap is not None:
+        server._server.app = wrap(server._server.app)
     host, port = server.get_host_and_port()
     endpoint = f"endpoint_override=http://{host}:{port}"
     with patch.dict(os.environ, CREDENTIALS):

@@ -1,5 +1,7 @@
 """A small folder of shards, written without `prepare`, and changes to the bytes of shards."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 
@@ -85,5 +87,5 @@ def spoil(folder, change, name="train-00001.arrow"):
     path.write_bytes(change(bytearray(path.read_bytes())))
     manifest = load_manifest(folder)
     facts = {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
-    shards = [shard.model_copy(update=facts if shard.name == name else {}) for shard in manifest.shards]
+    shards = [replace(shard, **(facts if shard.name == name else {})) for shard in manifest.shards]
     (folder / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())

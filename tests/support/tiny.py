@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "mlm": {"terms": "mlm", "masking": HALF},
     "contrastive": {"terms": "contrastive"},
     "queue": {"masking": HALF, "queue_size": 13},
-    "other documents": {"masking": HALF, "queue_size": 13, "loss": {"exclude_same_document": True}},
+    "other documents": {"masking": HALF, "loss": {"exclude_same_document": True}},
     "sizes": {"masking": HALF, "queue_size": 13, "matryoshka": {"sizes": [3, "all", 7], "weights": [1, 0.5, 2]}},
     "by name": {
         "masking": HALF,
@@ -121,18 +121,8 @@ def tiny_collator(
     mode: ShortDocuments = "drop",
 ) -> SpanCollator:
     """The collator that an objective asks for."""
-    objective = objective or DeclutrConfig()
-    return SpanCollator(
-        spans=spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12),
-        masking=objective.masking if objective.mlm else None,
-        unmasked_anchors=objective.unmasked_anchors,
-        include_positives=objective.contrastive,
-        max_content=10,
-        vocabulary=VOCABULARY,
-        seed=seed,
-        short_documents=mode,
-        names_documents=objective.contrastive and objective.excludes_same_document,
-    )
+    spans = spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12)
+    return SpanCollator(objective or DeclutrConfig(), RunContext(seed, spans, short_documents=mode), VOCABULARY, 10)
 
 
 def declutr(

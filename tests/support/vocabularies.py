@@ -6,6 +6,17 @@ from transformers import PreTrainedTokenizerFast
 MASK = AddedToken("<mask>", lstrip=True, special=True, normalized=False)
 ROLES = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = {
+    "de": "Die Müllabfuhr fährt früh über die Straße, weil große Lastwagen später stören würden. ",
+    "fr": "L’été dernier, où l’on a déjà goûté « le vin », Noël approchait à pas feutrés ; naïveté ! ",
+    "ru": "Быстрая лиса перепрыгнула через ленивую собаку, и никто её не заметил в тёмном лесу. ",
+    "zh": "人工智能正在改变我们的生活。二〇二六年，许多人每天使用它写作、翻译和学习。",
+    "ja": "東京は日本の首都であり、世界でも最大級の都市です。カタカナとひらがなも使います。",
+    "th": "ภาษาไทยเขียนติดกันโดยไม่เว้นวรรคระหว่างคำ แต่เว้นวรรคระหว่างประโยค ",
+    "ar": "اللغة العربية تُكتب من اليمين إلى اليسار، ولها حروف متصلة. ",
+    "hi": "हिन्दी देवनागरी लिपि में लिखी जाती है और इसमें मात्राएँ होती हैं। ",
+    "ko": "한국어는 띄어쓰기를 하지만 조사가 단어에 붙습니다. 서울은 대한민국의 수도입니다. ",
+}
 
 
 def unigram(texts, size, roles=ROLES, ends=True, before=()):

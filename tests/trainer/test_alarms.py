@@ -56,7 +56,7 @@ def train(data, folder, objective, lr, steps=50, speed=SPEED, seed=0):
     for step in range(1, steps + 1):
         epochs, rows = plan.documents(step - 1, step)
         batch = collator.collate(shards.take(rows), epochs)
-        writer.step(step, train_step.step({"": batch}, step), speed)
+        writer.add("step", step, train_step.step({"": batch}, step).line() | speed)
     writer.close()
     return [line for line in read_metrics(folder) if line["kind"] == "alarm"]
 
@@ -115,12 +115,12 @@ def test_alarms_of_a_resumed_run_are_not_given_again():
     lines = [line_of(step, data_wait_share=0.9, loss=1.0) for step in range(1, 40)]
     first = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     found = [alarm for line in lines for alarm in first.add(line)]
-    assert [(alarm.cause, alarm.step) for alarm in found] == [("starving", 24)]
-    lines.insert(24, {"kind": "alarm", "step": 24, **found[0].line()})
+    assert [(alarm["alarm"], alarm["step"]) for alarm in found] == [("starving", 24)]
+    lines.insert(24, found[0])
     second = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     second.replay(lines)
     assert second.add(line_of(40, data_wait_share=0.9, loss=1.0)) == []
-    assert [alarm.cause for alarm in second.add(line_of(41, data_wait_share=0.9, skipped=True))] == ["non_finite"]
+    assert [alarm["alarm"] for alarm in second.add(line_of(41, data_wait_share=0.9, skipped=True))] == ["non_finite"]
 
 
 @pytest.mark.parametrize(("after_step", "alarmed"), [(0, 0), (10, 1)])
@@ -149,11 +149,11 @@ def test_an_alarm_of_the_start_is_given_once(tmp_path, after_step, alarmed):
 def test_uniformity_alarms_near_0_if_it_was_lower(values, alarmed):
     watched = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     found = [alarm for step, value in enumerate(values) for alarm in watched.add(line_of(step, batch_uniformity=value))]
-    assert [alarm.cause for alarm in found] == ["collapse"] * alarmed
+    assert [alarm["alarm"] for alarm in found] == ["collapse"] * alarmed
     held_out = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     assert held_out.add({"kind": "validation", "step": 0, "uniformity": -1.5, "effective_rank": 30.0}) == []
     (alarm,) = held_out.add({"kind": "validation", "step": 9, "uniformity": -1.0, "effective_rank": 9.0})
-    assert (alarm.cause, alarm.figure, alarm.limit) == ("collapse", 9.0, pytest.approx(10.5))
+    assert (alarm["alarm"], alarm["figure"], alarm["limit"]) == ("collapse", 9.0, pytest.approx(10.5))
     labelled = Alarms({"": objective_of(kind="simcse"), "image": objective_of(kind="supcon")}, SETTINGS)
     lines = [line_of(step, image_batch_participation_ratio=90.0 if step < 20 else 9.0) for step in range(60)]
     assert [alarm for line in lines for alarm in labelled.add(line)] == []
@@ -164,16 +164,16 @@ def test_updates_that_were_left_out_and_full_memory_are_alarms_of_their_lines():
     watched = Alarms(tasks, SETTINGS, 1000.0)
     assert watched.add(line_of(1, skipped=False, image_skipped=False, peak_memory_mib=949.0)) == []
     (alarm,) = watched.add(line_of(2, skipped=False, image_skipped=True, peak_memory_mib=950.0))
-    says(alarm.text, "not finite", "of the task image", "optim.lr (now 0.5)")
+    says(alarm["text"], "not finite", "of the task image", "optim.lr (now 0.5)")
     (alarm,) = watched.add(line_of(3, skipped=True, peak_memory_mib=951.0))
-    assert (alarm.cause, alarm.step, alarm.figure, alarm.limit) == ("memory", 3, 951.0, 950.0)
+    assert (alarm["alarm"], alarm["step"], alarm["figure"], alarm["limit"]) == ("memory", 3, 951.0, 950.0)
 
 
 def test_embeddings_that_nothing_trains_raise_no_alarm():
     lines = [{"kind": "validation", "step": step, "uniformity": -2.0 + step, "effective_rank": 9.0} for step in (0, 2)]
     for terms, causes in (("mlm", []), ("both", ["collapse"])):
         watched = Alarms({"": objective_of(terms=terms)}, SETTINGS)
-        assert [alarm.cause for line in lines for alarm in watched.add(line)] == causes
+        assert [alarm["alarm"] for line in lines for alarm in watched.add(line)] == causes
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_remedy_for_an_auxiliary_task_names_its_own_settings(own, lr):
     lines = [line_of(step, text_batch_uniformity=value) for step, value in enumerate(spread)]
     (alarm,) = [alarm for line in lines for alarm in watched.add(line)]
     settings = [f"auxiliary_tasks.text.objective.{key}" for key in ("repulsion_weight", "decorrelation_weight")]
-    says(alarm.text, "the task text", settings, lr)
+    says(alarm["text"], "the task text", settings, lr)
 
 
 def test_spread_is_that_of_the_covariance():

@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 import torch
 from groups import run_group
-from loops import BAD, batch, four_documents, loop_of, nothing, same, take, tensors, worker
+from loops import BAD, four_documents, loop_of, nothing, same, take, tensors, worker
 from messages import all_of, says
 
 from declutr.common.errors import EncoderError, SaveError
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
-from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.model.language_model import LoadReport
 from declutr.trainer.objectives.scores import RowScore, choosing_rows
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.request import Request
+from declutr.trainer.parallel.communicator import Request
 from declutr.trainer.run import run_folder
 from declutr.trainer.step.step import NonFiniteLossError
 
@@ -41,10 +40,10 @@ def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
     one, other = worker(tmp_path), worker(tmp_path)
     measured = take(one, 1, 6)
     assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
-    assert (one.scheduler.main.nonfinite_losses.skipped, one.scheduler.main.nonfinite_losses.in_a_row) == (2, 0)
+    assert (one.train_step.nonfinite_losses.skipped, one.train_step.nonfinite_losses.in_a_row) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
-        assert other.scheduler.take({"": batch(step)}, step) == measured[step - 1]
+        assert take(other, step, step) == [measured[step - 1]]
     assert same(tensors(one), tensors(other))
 
 
@@ -58,10 +57,10 @@ def test_count_of_bad_losses_is_exact_over_a_resume(tmp_path):
         first.checkpointing.saver.wait()
     second = worker(tmp_path)
     assert second.checkpointing.resume() == 2
-    assert (second.scheduler.main.nonfinite_losses.skipped, second.scheduler.main.nonfinite_losses.in_a_row) == (1, 1)
+    assert (second.train_step.nonfinite_losses.skipped, second.train_step.nonfinite_losses.in_a_row) == (1, 1)
     again = take(second, 3, 6)
     assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
-    assert second.scheduler.main.nonfinite_losses.skipped == 2
+    assert second.train_step.nonfinite_losses.skipped == 2
     assert same(tensors(second), tensors(one))
 
 
@@ -77,7 +76,6 @@ def test_stopping_is_the_default(tmp_path):
     one = worker(tmp_path, on_nonfinite_loss="stop")
     with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan")):
         take(one, 1, 6)
-    assert worker(tmp_path, on_nonfinite_loss="stop").config.hash() == worker(tmp_path).config.hash()
 
 
 def on_ranks(comm, folder):
@@ -86,7 +84,7 @@ def on_ranks(comm, folder):
     no_request = comm.all_reduce_or(Request(0))
     one = worker(folder, comm)
     skipped = [m.skipped for m in take(one, 1, 3, comm)]
-    one.checkpointing.early_stopping.request = Request.EARLY if comm.rank == 0 else Request(0)
+    one.checkpointing.early_request = Request.EARLY if comm.rank == 0 else Request(0)
     with one.checkpointing.writing(nothing):
         ended = one.checkpointing.after_step(3, {}, stop=comm.rank == comm.size - 1) and one.checkpointing.early
     comm.all_reduce_max(0)
@@ -102,7 +100,7 @@ def on_ranks(comm, folder):
             other.checkpointing.after_step(5, {}, stop=False)
         except SaveError as error:
             words = str(error)
-    count, equal = other.scheduler.main.nonfinite_losses.skipped, same(tensors(other), tensors(one))
+    count, equal = other.train_step.nonfinite_losses.skipped, same(tensors(other), tensors(one))
     return (union, no_request, skipped, bool(ended), resumed, count, equal), words
 
 
@@ -114,7 +112,7 @@ def test_checkpoints_of_a_run_whose_task_skipped_a_step_are_kept(tmp_path):
     folder = tmp_path / "checkpoints"
     _, state = checkpoint.find_latest(folder)
     later = RunState(**state.model_dump() | {"step": 2, "files": {}, "tasks_skipped": {"image": (2, 1)}})
-    checkpoint.save(folder, later, collect(one.scheduler.train_steps))
+    checkpoint.save(folder, later, collect(one.train_steps))
     assert checkpoint.find_latest(folder)[1].tasks_skipped == {"image": [2, 1]}
 
 
@@ -305,7 +303,7 @@ def go_on(one, kill_after=None):
         for step in range(done + 1, 19):
             scores = {"mrr": MRR[step]} if step in MRR else {}
             if scores:
-                records.scores(step, scores)
+                records.add("validation", step, scores)
                 saving.scored(step, scores)
             if saving.after_step(step, scores, stop=False):
                 return step, saving.early
@@ -336,7 +334,7 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
         config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
         run = run_folder(config.run, config.cache)
         expected = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(tmp_path / "data"))}
-        fetch_run(store_of(config.run, run), expected, Communicator())
+        store_of(config.run, run).fetch(expected=expected)
         return loop_of(config, run, one.train_step, tmp_path / "data")
 
     assert go_on(on("one"), kill_after=7) is None

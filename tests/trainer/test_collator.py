@@ -10,9 +10,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measures import deviation
 from messages import all_of
 from prepared import Row, write_prepared
-from tiny import VOCABULARY, documents, rank_batch, tiny_collator
+from tiny import OBJECTIVES as EVERY
+from tiny import (
+    SHORT_LENGTHS,
+    VOCABULARY,
+    contrastive,
+    documents,
+    rank_batch,
+    rows_of,
+    tiny_collator,
+    tiny_encoder,
+    tiny_train_step,
+)
 
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.chunks import rank_plan, read_chunk
@@ -23,12 +35,6 @@ from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 
 seeds = st.integers(0, 2**31)
-
-
-@given(seeds, st.integers(1, 600), st.integers(0, 2**32 - 1))
-def test_each_epoch_is_a_permutation(seed, size, epoch):
-    image = permute(seed, np.full(size, epoch), np.arange(size), size)
-    assert sorted(image.tolist()) == list(range(size))
 
 
 @given(seeds, st.integers(1, 2**62), st.lists(st.integers(0, 2**62 - 1), min_size=1, max_size=20, unique=True))
@@ -150,7 +156,7 @@ def expected_rows(collator, table, epochs):
 
 def test_order_cut_and_specials():
     collator, table, epochs = tiny_collator(NO_MASKS), documents(LENGTHS, 12), np.array([0, 0, 1, 1, 2])
-    batch = collator.batch(table, epochs)
+    batch = collator.collate(table, epochs).spans
     expected = expected_rows(collator, table, epochs)
     assert rows(batch) == expected
     assert batch.lengths.tolist() == [len(row) for row in expected]
@@ -164,13 +170,13 @@ def test_collator_without_specials_packs_plain_tokens():
     whole, bare = tiny_collator(NO_MASKS), tiny_collator(NO_MASKS)
     bare = type(bare)(**{**vars(bare), "vocabulary": vocabulary})
     table, epochs = documents(LENGTHS, 12), np.zeros(5, np.int64)
-    assert [row[1:-1] for row in rows(whole.batch(table, epochs))] == rows(bare.batch(table, epochs))
+    assert [row[1:-1] for row in rows(whole.collate(table, epochs).spans)] == rows(bare.collate(table, epochs).spans)
 
 
 def test_masks_lie_on_anchors_alone_and_labels_restore_them():
     collator, plain, table = tiny_collator(HALF_MASKED), tiny_collator(NO_MASKS), documents(LENGTHS, 12)
     epochs = np.zeros(5, np.int64)
-    masked, original = collator.batch(table, epochs), plain.batch(table, epochs)
+    masked, original = collator.collate(table, epochs).spans, plain.collate(table, epochs).spans
     anchors_end = int(masked.lengths[: 5 * 2].sum())
     assert len(masked.selected) > 0
     assert int(masked.selected.max()) < anchors_end
@@ -185,7 +191,7 @@ def test_masks_are_keyed_by_document_epoch_anchor_and_place():
     collator, plain, table = tiny_collator(HALF_MASKED), tiny_collator(NO_MASKS), documents(LENGTHS, 12)
     epochs = np.array([0, 1, 0, 7, 3])
     keys = [int.from_bytes(name[:8], "little") for name in table.column("id").to_pylist()]
-    masked, original = rows(collator.batch(table, epochs)), rows(plain.batch(table, epochs))
+    masked, original = rows(collator.collate(table, epochs).spans), rows(plain.collate(table, epochs).spans)
     for number in range(10):
         document, anchor = divmod(number, 2)
         content = np.array(original[number][1:-1])
@@ -199,20 +205,19 @@ def test_masks_are_keyed_by_document_epoch_anchor_and_place():
         assert masked[number][1:-1] == expected.tolist()
 
 
-def test_unmasked_anchors_are_the_originals():
-    unmasked = DeclutrConfig(masking={"mlm_probability": 0.5}, contrast_unmasked_anchors=True)
-    collator, table = tiny_collator(unmasked), documents(LENGTHS, 12)
-    epochs = np.zeros(5, np.int64)
-    masked, original = (rows(tiny_collator(config).batch(table, epochs)) for config in (HALF_MASKED, NO_MASKS))
-    assert rows(collator.batch(table, epochs)) == masked[:10] + original
-
-
-def test_mlm_alone_packs_no_positives():
+def test_terms_and_unmasked_anchors_decide_which_spans_are_packed():
+    """Unmasked anchors are the originals; MLM alone has no positives."""
     table, epochs = documents(LENGTHS, 12), np.zeros(5, np.int64)
-    only = tiny_collator(DeclutrConfig(terms="mlm", masking={"mlm_probability": 0.5})).batch(table, epochs)
-    both = tiny_collator(HALF_MASKED).batch(table, epochs)
-    assert rows(only) == rows(both)[:10]
-    assert torch.equal(only.labels, both.labels)
+    settings = {"masking": {"mlm_probability": 0.5}}
+    configs = (
+        HALF_MASKED,
+        NO_MASKS,
+        *(DeclutrConfig(**settings, **more) for more in ({"contrast_unmasked_anchors": True}, {"terms": "mlm"})),
+    )
+    masked, original, unmasked, only = (tiny_collator(config).collate(table, epochs).spans for config in configs)
+    assert rows(unmasked) == rows(masked)[:10] + rows(original)
+    assert rows(only) == rows(masked)[:10]
+    assert torch.equal(only.labels, masked.labels)
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 5))
@@ -233,13 +238,7 @@ def test_chunked_tables_read_like_whole_ones():
     chunked = pa.concat_tables([table.slice(0, 2), table.slice(2, 1), table.slice(3)])
     assert chunked.column("id").num_chunks == 3
     epochs = np.zeros(5, np.int64)
-    assert rows(collator.batch(chunked, epochs)) == rows(collator.batch(table, epochs))
-
-
-def test_too_short_document_is_an_error():
-    spans = SpanConfig(num_anchors=2, num_positives=1, min_tokens=3, max_tokens=20)
-    with pytest.raises(ValueError, match=all_of("48 tokens", "too short")):
-        tiny_collator(spans=spans).batch(documents([48, 90], 20), np.zeros(2, np.int64))
+    assert rows(collator.collate(chunked, epochs).spans) == rows(collator.collate(table, epochs).spans)
 
 
 def test_microbatches_cut_between_spans():
@@ -256,11 +255,11 @@ def test_microbatches_cut_between_spans():
 
 def test_the_digest_adds_up_over_ranks_and_knows_documents_tokens_masks_and_epochs():
     collator, table, epochs = tiny_collator(HALF_MASKED), documents(LENGTHS, 12), np.array([0, 1, 0, 7, 3])
-    whole = collator.batch(table, epochs)
-    parts = [collator.batch(table.slice(a, b - a), epochs[a:b]) for a, b in ((0, 2), (2, 2), (2, 5))]
+    whole = collator.collate(table, epochs).spans
+    parts = [collator.collate(table.slice(a, b - a), epochs[a:b]).spans for a, b in ((0, 2), (2, 2), (2, 5))]
     assert sum(part.digest() for part in parts) % DIGEST == whole.digest()
-    assert collator.batch(table, epochs + 1).digest() != whole.digest()
-    assert collator.batch(table.take([1, 0, 2, 3, 4]), epochs).digest() != whole.digest()
+    assert collator.collate(table, epochs + 1).spans.digest() != whole.digest()
+    assert collator.collate(table.take([1, 0, 2, 3, 4]), epochs).spans.digest() != whole.digest()
     for changed, place in (("input_ids", 4), ("labels", 0), ("keys", 1)):
         values = getattr(whole, changed).clone()
         values[place] += 1
@@ -290,21 +289,8 @@ def tokens(count=400):
 
 
 def mask(given, config=None, seed=0):
-    vocabulary = VOCABULARY.size, VOCABULARY.mask, np.array(VOCABULARY.special)
-    return mask_tokens(
-        config or MaskingConfig(mlm_probability=0.5), seed, *(given[name] for name in COLUMNS), *vocabulary
-    )
-
-
-def test_same_draws_in_any_batch():
-    given = tokens()
-    before = given["ids"].copy()
-    masked, selected = mask(given)
-    assert (given["ids"] == before).all(), "the argument is unchanged"
-    order = np.random.default_rng(1).permutation(400)[:70]
-    part_masked, part_selected = mask({name: column[order] for name, column in given.items()})
-    assert (part_masked == masked[order]).all()
-    assert (part_selected == selected[order]).all()
+    config = config or MaskingConfig(mlm_probability=0.5)
+    return mask_tokens(config, seed, VOCABULARY, *(given[name] for name in COLUMNS))
 
 
 @pytest.mark.parametrize("changed", ["seed", *COLUMNS[1:]])
@@ -337,16 +323,62 @@ def test_shares_at_their_ends(shares, kinds):
     assert set(found[selected]) == kinds
 
 
-def test_selected_tokens_are_masked_replaced_and_kept_as_often_as_asked():
-    """Replacements are drawn from the whole vocabulary, whatever was drawn to decide on the replacement."""
-    given = tokens(20_000)
-    given["ids"] = np.full(20_000, 7)
-    masked, selected = mask(given, MaskingConfig(mlm_probability=0.5, mask_replace_prob=0.6, random_replace_prob=0.3))
-    assert selected.mean() == pytest.approx(0.5, abs=0.02)
-    found = np.bincount(masked[selected], minlength=VOCABULARY.size) / selected.sum()
-    expected = np.full(VOCABULARY.size, 0.3 / VOCABULARY.size)
-    expected[VOCABULARY.mask] += 0.6
-    expected[7] += 0.1
-    assert found == pytest.approx(expected, abs=0.02)
-    rest = np.delete(found, [7, VOCABULARY.mask])
-    assert rest == pytest.approx(np.delete(expected, [7, VOCABULARY.mask]), abs=0.004)
+MODES = ("fewer_anchors", "shrink_spans")
+OBJECTIVES = {name: values for name, values in EVERY.items() if name != "by name"}
+
+
+def shard_rows(mode, row=None):
+    """Documents as `prepare` leaves them in this mode, or one of them."""
+    table = documents(SHORT_LENGTHS[mode], 12, mode=mode)
+    return table if row is None else table.slice(row, 1)
+
+
+def collator_for(mode, objective, num_anchors=2):
+    spans = SpanConfig(num_anchors=num_anchors, num_positives=2, min_tokens=3, max_tokens=12)
+    return tiny_collator(DeclutrConfig(**objective), spans, mode=mode)
+
+
+def same(found, expected):
+    fields = ("input_ids", "lengths", "selected", "labels", "keys")
+    return all(torch.equal(getattr(found, name), getattr(expected, name)) for name in fields)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
+def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objective):
+    """Tokens, masks and dropout: whatever is not there takes nothing from what is."""
+    one, two = (collator_for("fewer_anchors", objective, number) for number in (1, 2))
+    for row, count in enumerate([1, 2, 1, 2, 1]):
+        table = shard_rows("fewer_anchors", row)
+        expected = one.collate(table, np.zeros(1, np.int64)).spans
+        assert same(two.collate(table, np.zeros(1, np.int64)).spans, expected) == (count == 1)
+    everything = two.collate(shard_rows("fewer_anchors"), np.zeros(5, np.int64)).spans
+    kinds = [7] + [7] * two.config.unmasked_anchors + [14] * two.config.embeds
+    assert everything.num_spans == sum(kinds)
+
+
+def setup(mode, objective):
+    encoder = tiny_encoder(dropout=0.2, projection={"kind": "mlp", "size": 6})
+    batch = rank_batch(collator_for(mode, objective), shard_rows(mode))
+    return tiny_train_step(encoder, DeclutrConfig(**objective)), batch
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_is_that_of_all_documents_views(mode):
+    """Each document's views, made alone, one after the other: the order and number of pairs in the global loss."""
+    train_step, batch = setup(mode, OBJECTIVES["unmasked anchors"])
+    [found] = train_step.gradients({"": batch}, 1)
+    collator, objective = collator_for(mode, OBJECTIVES["unmasked anchors"]), train_step.tasks[0].objective
+    batches = [collator.collate(shard_rows(mode, row), np.zeros(1, np.int64)) for row in range(5)]
+    views = [objective.views(train_step.encoder(alone.spans)[0], alone) for alone in batches]
+    assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
+    expected = contrastive(objective, torch.cat(views))
+    assert deviation([found.terms["contrastive"]], [expected]) < 1e-10
+
+
+def test_spans_of_other_documents_are_refused():
+    train_step, batch = setup("fewer_anchors", OBJECTIVES["both"])
+    spans = train_step.encoder(batch.spans)[0]
+    assert len(train_step.tasks[0].objective.views(spans, batch)) == batch.num_rows == 7
+    for rows in (6, 8):
+        with pytest.raises(ValueError, match=all_of("21 spans", f"{rows} anchors", "3 spans")):
+            train_step.tasks[0].objective.views(spans, rows_of(spans, rows))

@@ -1,4 +1,4 @@
-"""Contrasts in tiles: NT-Xent and SupCon against the whole matrix, queue, views; the same shared among workers."""
+"""Contrasts in tiles, whole and shared among workers, against the whole matrix; DeCLUTR's views, queue and losses."""
 
 from functools import cache, partial
 
@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from groups import run_group
 from measures import deviation
-from tiny import rows_of, tiny_encoder
+from messages import all_of
+from tiny import contrastive, declutr, rows_of, tiny_encoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from declutr.trainer.objectives.base import SHARED_ROWS, RowShard, tile_rows
+from declutr.trainer.objectives.base import SHARED_ROWS, Gathered, RowShard
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
+from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
+from declutr.trainer.objectives.declutr.objective import Declutr, metric_learning_loss, ntxent
 from declutr.trainer.objectives.simcse import Simcse, infonce
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
@@ -23,11 +24,10 @@ from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.gradcache import GlobalCounts, GradCache
 from declutr.trainer.step.task import TrainTask
 
-TILE_ROWS = tile_rows(torch.device("cpu"))
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def dense(embeddings, temperature, queue=None, documents=None, queue_documents=None):
+def dense(embeddings, temperature, queue=None, documents=None):
     """NT-Xent with every score in one matrix; with documents, other rows of a row's own one are no negatives."""
     rows = F.normalize(embeddings, dim=-1)
     others = rows if queue is None else torch.cat([rows, F.normalize(queue, dim=-1)])
@@ -37,7 +37,7 @@ def dense(embeddings, temperature, queue=None, documents=None, queue_documents=N
     left_out = torch.zeros_like(scores, dtype=torch.bool).scatter(1, partner, True).fill_diagonal_(True)
     if documents is not None:
         owners = documents.repeat(2)
-        left_out |= owners[:, None] == torch.cat([owners, queue_documents])
+        left_out |= owners[:, None] == owners
     negatives = scores.masked_fill(left_out, torch.finfo(scores.dtype).min).logsumexp(dim=1)
     return -F.logsigmoid(positive - negatives).mean()
 
@@ -83,19 +83,11 @@ def test_any_tile_gives_the_dense_value_and_gradient(dtype, queued, temperature)
     expected = value_and_gradient(dense, exact, temperature, queue.double())
     # A rounding by eps of a cosine moves a logit by eps / t: float32 cannot promise 1e-5 of a gradient at 5e-4.
     allowed = LIMITS[dtype] * (1.0 if dtype == torch.float64 else max(1.0, 0.005 / temperature))
-    for tile in (1, 3, 7, 16, 18, 19, 20, 37, 38, 39, TILE_ROWS):
+    for tile in (1, 3, 7, 16, 18, 19, 20, 37, 38, 39, None):
         value, gradient = value_and_gradient(ntxent, rows, temperature, queue, tile)
         assert value.dtype == gradient.dtype == dtype
         assert deviation([value], [expected[0]]) < LIMITS[dtype]
         assert deviation([gradient], [expected[1]]) < allowed
-
-
-def test_ntxent_of_several_default_tiles_equals_the_dense_one():
-    rows = embeddings(TILE_ROWS // 2 + 100)
-    for found, expected in zip(
-        value_and_gradient(ntxent, rows, 0.05), value_and_gradient(dense, rows, 0.05), strict=True
-    ):
-        assert deviation([found], [expected]) < 1e-10
 
 
 NOTHING = {
@@ -105,7 +97,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("tile", [1, TILE_ROWS])
+@pytest.mark.parametrize("tile", [1, None])
 @pytest.mark.parametrize("loss", NOTHING.values(), ids=list(NOTHING))
 def test_loss_without_a_negative_is_zero_and_has_no_gradient(loss, tile):
     value, gradient = value_and_gradient(loss, embeddings(3), tile)
@@ -113,7 +105,7 @@ def test_loss_without_a_negative_is_zero_and_has_no_gradient(loss, tile):
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("tile", [1, TILE_ROWS])
+@pytest.mark.parametrize("tile", [1, None])
 def test_queue_is_the_negatives_of_a_single_pair(tile):
     rows, queue = embeddings(1), embeddings(3, seed=1).detach()
     expected = value_and_gradient(dense, rows, 0.05, queue)
@@ -131,12 +123,6 @@ def test_lost_and_won_terms_keep_their_digits():
         assert torch.allclose(value.double(), expected[0], rtol=1e-5)
         assert torch.isfinite(gradient).all()
         assert torch.allclose(gradient.double(), expected[1], rtol=1e-5, atol=1e-3)
-
-
-def test_queue_has_no_gradient():
-    queue = embeddings(3, seed=1)
-    ntxent(embeddings(4), 0.05, queue).backward()
-    assert queue.grad is None
 
 
 class Watched(TorchDispatchMode):
@@ -161,9 +147,6 @@ def test_no_matrix_beyond_a_tile(queued):
     with Watched() as seen:
         ntxent(rows, 0.05, queue, tile).backward()
     assert seen.largest == max(tile * tile, rows.numel(), queue.numel())
-    with Watched() as whole:
-        dense(rows, 0.05, queue).backward()
-    assert whole.largest >= (2 * pairs) ** 2  # the measure sees what is there
 
 
 def test_autocast_in_the_backward_pass_changes_nothing():
@@ -186,16 +169,10 @@ def test_half_precision_embeddings_are_normalised_and_compared_in_float32():
     assert torch.equal(gradient, wanted.bfloat16())
 
 
-def test_distinct_labels_are_ntxent():
-    rows = embeddings(12, size=7)
-    result = value_and_gradient(supcon, rows, torch.arange(12).repeat(2), 0.3)
-    assert deviation(result, value_and_gradient(ntxent, rows, 0.3)) < 1e-12
-
-
 ROWS = 11
 LABELS = torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5])
-# three rows of one document, two of another, and documents of one row; queued rows of three of them; all 64 bits count
-OWNERS = torch.tensor([5, 5, 1, 0, 2, 5, 1, -7, 7, 3, 6]) << 60, torch.tensor([5, -8, -7, -6, -5, 0, -4]) << 60
+# three rows of one document, two of another, and documents of one row; all 64 bits count
+OWNERS = torch.tensor([5, 5, 1, 0, 2, 5, 1, -7, 7, 3, 6]) << 60
 
 
 def queue_of(views):
@@ -207,29 +184,33 @@ def stacked(views):
     return torch.cat([views[:, 0], views[:, 1]])
 
 
-def columns_of(views):
-    return torch.cat([views[:, 1], views[:, 1].roll(1, 1)])
-
-
-OTHERS = {"documents": OWNERS[0], "queue_documents": OWNERS[1]}
 # A loss in tiles, its plain writing, and the arguments of both, from views.
 LOSSES = {
     "ntxent": (ntxent, dense, lambda v: (stacked(v), 0.2, None)),
     "queue": (ntxent, dense, lambda v: (stacked(v), 0.2, queue_of(v))),
-    "other documents": (partial(ntxent, **OTHERS), partial(dense, **OTHERS), lambda v: (stacked(v), 0.2, queue_of(v))),
+    "other documents": (
+        partial(ntxent, documents=OWNERS),
+        partial(dense, documents=OWNERS),
+        lambda v: (stacked(v), 0.2, None),
+    ),
     "infonce": (infonce, cross_entropy, lambda v: (v[:, 0], v[:, 1], 0.1, 0.0)),
-    "hard negatives": (infonce, cross_entropy, lambda v: (v[:, 0], columns_of(v), 0.1, 0.7)),
+    "hard negatives": (infonce, cross_entropy, lambda v: (v[:, 0], torch.cat([v[:, 1], v[:, 1].roll(1, 1)]), 0.1, 0.7)),
     "supcon": (supcon, log_softmax, lambda v: (stacked(v), LABELS.repeat(2), 0.3)),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_in_any_tiles_equals_its_plain_writing(name):
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_loss_in_any_tiles_equals_its_plain_writing(name, dtype):
+    """Tiles of one row, ragged at the end, cutting at M and beside it, and one for all."""
     loss, plain, arguments = LOSSES[name]
-    expected = value_and_gradient(lambda v: plain(*arguments(v)), views := views_of(torch.float64).requires_grad_())
-    for tile in (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, 64):
-        result = value_and_gradient(lambda v, tile=tile: loss(*arguments(v), tile), views)
-        assert deviation(result, expected) < 1e-10, tile
+    expected = value_and_gradient(lambda v: plain(*arguments(v)), views_of(torch.float64).requires_grad_())
+    views = views_of(dtype).requires_grad_()
+    for tile in (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, None):
+        value, gradient = value_and_gradient(lambda v, tile=tile: loss(*arguments(v), tile), views)
+        assert value.dtype == gradient.dtype == dtype
+        assert deviation([value], expected[:1]) < LIMITS[dtype], tile
+        assert deviation([gradient], expected[1:]) < LIMITS[dtype], tile
 
 
 def views_of(dtype):
@@ -341,9 +322,10 @@ PML = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
 def test_step_shares_the_rows_of_losses_that_can_be_shared(kind, config, shared):
     """A large batch of two workers; what the losses compute of it is tested above."""
     objective = kind(config, RunContext(), 4)
-    passes = GradCache(TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0), 1)
+    task = TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0)
+    passes = GradCache(task, 1, rows_of(torch.empty(0), SHARED_ROWS // 2), [])
     counts = GlobalCounts(selected=0, first_row=SHARED_ROWS // 2, num_rows=SHARED_ROWS)
-    assert (passes._row_shard(rows_of(torch.empty(0), SHARED_ROWS // 2), counts) is not None) == shared
+    assert (passes._row_shard(counts) is not None) == shared
 
 
 @pytest.mark.dist
@@ -351,3 +333,75 @@ def test_a_worker_without_memory_leaves_no_other_waiting():
     first, second = (rank["memory"] for rank in results(2))
     assert second == "raised"
     assert [value == value for value in first[0]] == [True, False, True, False]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("unmasked", [False, True])
+def test_declutr_views_are_anchors_and_mean_positives(unmasked):
+    """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
+    objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
+    masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
+    spans = torch.cat([masked, *([plain] if unmasked else []), positives])
+    views = objective.views(spans, rows_of(spans, 4))
+    assert torch.equal(views[:, 0], plain if unmasked else masked)
+    for anchor in range(4):
+        assert deviation([views[anchor, 1]], [positives[3 * anchor : 3 * anchor + 3].mean(0)]) < 1e-15
+
+
+def test_queue_holds_the_latest_and_only_as_negatives():
+    objective = declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1, size=5)
+    assert objective.remembers
+    batches = [randn(2, 2, 5, seed=seed) for seed in range(3)]
+    seen = torch.empty(0, 5, dtype=torch.float64)
+    for views in batches:
+        views.requires_grad_(True)
+        value, embeddings = contrastive(objective, views), torch.cat([views[:, 0], views[:, 1]]).detach()
+        assert deviation([value], [ntxent(embeddings, 0.3, seen)]) < 1e-12
+        before = objective.queue
+        assert before is None or torch.equal(before, seen)  # the loss itself changes nothing
+        objective.remember(Gathered(views).detach())
+        assert not objective.queue.requires_grad
+        seen = torch.cat([seen, embeddings])[-6:]
+        assert torch.equal(objective.queue, seen)
+    twin = declutr(objective.config, 1, 1, size=5)
+    twin.restore(objective.state())
+    assert torch.equal(twin.queue, objective.queue)
+    twin.restore({})
+    assert twin.queue is None
+
+
+def test_the_state_of_another_objective_is_refused():
+    with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):
+        declutr().restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
+
+
+def test_without_a_queue_nothing_is_kept():
+    objective = declutr(DeclutrConfig(), 1, 1)
+    assert not objective.remembers
+    assert objective.state() == {}
+
+
+def metric_loss(**given):
+    return metric_learning_loss(MetricLearningConfig(kind="pytorch_metric_learning", **given))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("NTXentLoss", {"temperatur": 0.05}, ("objective.loss NTXentLoss", "miner None", "'temperatur'")),
+        ("ArcFaceLoss", {"num_classes": 4, "embedding_size": 5}, ("objective.loss = ArcFaceLoss", "class weights")),
+    ],
+)
+def test_wrong_arguments_and_losses_with_class_weights_are_named(name, arguments, told):
+    with pytest.raises(ValueError, match=all_of(told)):
+        metric_loss(loss=name, loss_arguments=arguments)
+
+
+def test_a_miner_chooses_what_counts():
+    embeddings = randn(12, 5)
+    plain = metric_loss(loss="TripletMarginLoss")(embeddings)
+    mined = metric_loss(loss="TripletMarginLoss", miner="BatchHardMiner")(embeddings)
+    assert mined > plain

@@ -16,8 +16,8 @@ from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.checkpoints.state import SETTINGS
 from declutr.trainer.driver.continuation import add_seconds, ended_early
 from declutr.trainer.driver.export import export
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from declutr.trainer.train import run_training
 
 DAMAGES = {"empty": b"", **DAMAGED}
 NAMED = (ConfigError, CheckpointError, UsageError, UsageError, DamagedError)
@@ -175,8 +175,7 @@ def test_a_damaged_line_of_metrics_is_named_and_kept(run, log, damage):
 def test_metrics_end_at_the_last_step_before_a_damaged_line(run, damage):
     with (run / METRICS).open("ab") as stream:
         stream.write(DAMAGED[damage] + b"\n")
-    found = read_last_step(run / METRICS)
-    assert found is None if damage == "nested deeply" else found["step"] == STEPS
+    assert read_last_step(run / METRICS)["step"] == STEPS
 
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")

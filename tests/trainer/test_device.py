@@ -13,12 +13,18 @@ from processes import run_python
 from declutr.common.errors import DamagedError, TrainingFailedError
 from declutr.common.storage import read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
-from declutr.trainer.driver.checks import ray_problems
-from declutr.trainer.driver.continuation import DEVICE, choose_device, device_problem, kept_device, recorded_device
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.driver.continuation import (
+    DEVICE,
+    choose_device,
+    device_problem,
+    kept_device,
+    ray_problems,
+    recorded_device,
+)
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep
-from declutr.trainer.worker.device import CudaEvent, DeviceEvent, events_of, refusal, set_up_torch
+from declutr.trainer.train import run_training
+from declutr.trainer.worker.device import DeviceEvent, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
@@ -72,24 +78,30 @@ def test_another_device_is_refused_once_there_is_a_checkpoint(tmp_path, log):
     assert kept_device(ScalingConfig(device="cpu"), tmp_path) == "cuda"
 
 
-def test_a_run_on_gpus_does_not_continue_on_a_machine_without(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("scaling", "recorded", "parts"),
+    [
+        ({"device": "cuda", "num_workers": 99}, False, ("scaling.device = cuda", "99 workers", "GPU")),
+        ({"num_workers": 99}, True, ("started on GPUs", "99 workers", "GPU")),
+        ({"num_workers": 99}, False, ()),
+        ({"device": "cuda", "num_workers": 0}, False, ("scaling.device = cuda", "GPU", "this machine has 0")),
+        ({"num_workers": 0}, True, ("scaling.device = auto", "GPU", "this machine has 0")),
+        ({"address": "127.0.0.1:2"}, False, ("scaling.address = 127.0.0.1:2", "no Ray cluster")),
+        ({}, False, ("RAY_ADDRESS = 127.0.0.1:1", "no Ray cluster")),
+    ],
+)
+def test_a_start_without_its_gpus_or_cluster_is_refused(tmp_path, monkeypatch, scaling, recorded, parts):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, num_workers=99)
-    with_checkpoint(tmp_path)
-    config = runs.train_config("data", tmp_path, scaling={"num_workers": 99, "device": "auto"})
-    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
-    says(problem, "started on GPUs")
-    says(problem, "99 workers", "GPU")
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_run_without_ray_on_gpus_is_refused_on_a_machine_without(tmp_path, recorded):
+    if "RAY_ADDRESS" in " ".join(parts):
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     if recorded:
-        choose(tmp_path, TWO_GPUS)
-    device = "auto" if recorded else "cuda"
-    config = runs.train_config("data", tmp_path, scaling={"num_workers": 0, "device": device})
-    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
-    says(problem, f"scaling.device = {device}", "GPU", "this machine has 0")
+        choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, num_workers=99)
+        with_checkpoint(tmp_path)
+    problems = ray_problems(ScalingConfig(**scaling), tmp_path, own_session=True)
+    assert len(problems) == bool(parts)
+    says("".join(problems), *parts)
+    (tmp_path / "summary.json").write_text("{}")
+    assert ray_problems(ScalingConfig(**scaling), tmp_path, own_session=True) == [], "a finished run needs none"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"device": "tpu"}', '{"dev'])
@@ -133,13 +145,13 @@ def torch_as_before(monkeypatch):
 def test_a_process_on_a_gpu_repeats_its_bits(tmp_path, monkeypatch, log, deterministic):
     monkeypatch.setenv(CUBLAS, ":4096:2:16:8")
     config = runs.train_config("data", tmp_path, precision="bf16", scaling={"deterministic": deterministic})
-    set_up_torch(config, torch.device("cuda"))
+    set_up_torch(config.scaling, config.precision, torch.device("cuda"))
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.get_float32_matmul_precision() == "high"
     assert os.environ[CUBLAS] == (":4096:8" if deterministic else ":4096:2:16:8")
     assert [CUBLAS in line for line in log] == [True] * deterministic
-    set_up_torch(config, torch.device("cuda"))
+    set_up_torch(config.scaling, config.precision, torch.device("cuda"))
     assert len(log) == deterministic
 
 
@@ -203,7 +215,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     config = SimpleNamespace(batch_documents=1)
     loop = SimpleNamespace(config=config, heartbeat=SimpleNamespace(line=None))
     loop.corpus_rows = loop.log_first_step = lambda *_: {}
-    metrics = SimpleNamespace(step=lambda *given: found.append(given[2]["seconds"]))
+    metrics = SimpleNamespace(add=lambda *given: found.append(given[2]["seconds"]))
     recorder = Recorder(loop, 1, SimpleNamespace(waited_seconds=0.0), metrics, None, event)
     for step in range(1, 13):
         taken, ended = [Pending(step)], event()
@@ -218,8 +230,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     assert max(found[1:3] + found[5:7]) - min(found[1:3] + found[5:7]) < 1e-9
 
 
-def test_events_of_a_device_are_its_own_kind():
-    assert events_of(torch.device("cpu")) is DeviceEvent
-    assert events_of(torch.device("cuda", 0)) is CudaEvent
-    first, second = DeviceEvent(), DeviceEvent()
+def test_events_of_a_processor_are_of_its_clock():
+    first, second = DeviceEvent(torch.device("cpu")), DeviceEvent(torch.device("cpu"))
+    first.wait()
     assert second.seconds_since(first) >= 0

@@ -10,7 +10,7 @@ from messages import all_of
 from scipy.stats import chi2
 from tiny import random_spans, tiny_encoder
 
-from declutr.trainer.data.packedbatch import TokenRates, drops, limit, signed, token_keys
+from declutr.trainer.data.packedbatch import TokenRates, TokenTable, drops, limit, signed
 from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
 
 TOKENS, FEATURES = 4096, 256
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def masks(p, layer=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     spans = torch.randint(-(2**31), 2**31, (TOKENS // 64,), generator=generator).to(torch.int32)
-    keys = token_keys(spans, torch.full((TOKENS // 64,), 64))
+    keys = TokenTable.of(torch.full((TOKENS // 64,), 64), spans, None).keys
     return drops(keys[:, None] + words(layer, FEATURES, CPU), limit(p))
 
 
@@ -138,15 +138,6 @@ def test_a_rate_of_zero_drops_nothing_and_evaluation_ignores_rates(layout):
     assert torch.equal(nothing, encoder.hidden(spans((0.5, 0.5))))
 
 
-def test_attention_dropout_of_the_padded_layout_leaves_torchs_generator_alone():
-    encoder = tiny_encoder(dropout=0.0, attention_dropout=0.3, layout="padded")
-    found = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        found.append(encoder.hidden(spans()))
-    assert torch.equal(*found)
-
-
 def test_heads_that_share_keys_drop_in_the_padded_layout():
     """EuroBERT with two query heads for one key head; at a rate of almost 0 it is the encoder without dropout."""
     shape = {**SHARED["eurobert"], "model_type": "eurobert", "num_key_value_heads": 1}
@@ -164,7 +155,7 @@ def test_dropout_of_two_views_has_its_shares_and_is_independent():
     lengths = torch.full((64,), length)
     held = DropoutKeys()
     layer = KeyedDropout(0.0, 3, held, features).train()
-    held.tokens = token_keys(keys, lengths)
+    held.tokens = TokenTable.of(lengths, keys, None).keys
     held.hidden = TokenRates.of(torch.tensor(rates, dtype=torch.float64).repeat(32), lengths)
     dropped = (layer(torch.ones(64 * length, features)) == 0).view(32, 2, length, features).numpy()
     first, second = dropped[:, 0].ravel(), dropped[:, 1].ravel()

@@ -8,11 +8,10 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from messages import all_of
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from tinyruns import least_config
 
-from declutr.trainer.data.batches import canonical_microbatches, collate_canonical
+from declutr.trainer.data.batches import canonical_microbatches, collated
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
@@ -21,7 +20,6 @@ from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import NonFiniteLossError
 
-ROBERTA = {"model_type": "roberta"}
 LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
 CASES = {
@@ -53,7 +51,7 @@ def train_step_of(comm, objective=None, encoder=DROPOUT, family="roberta", token
 def batch_of(collator, comm, step, unit=1, lengths=LENGTHS):
     table = documents(lengths, 12)
     start, end = Plan(0, len(lengths), len(lengths), unit).slice(comm.rank, comm.size)
-    return collate_canonical(collator, table.slice(start, end - start), np.full(end - start, step), start // unit, unit)
+    return collated(collator, table.slice(start, end - start), np.full(end - start, step), start, unit)
 
 
 def checksum(parameters):
@@ -121,7 +119,7 @@ def test_gradient_is_that_of_the_whole_batch(unit):
 def test_units_have_their_numbers_in_the_global_batch():
     """By which the dropout of attention weights in the padded layout is keyed on any worker."""
     collator, table = train_step_of(Communicator())[1], documents(LENGTHS, 12)
-    batch = collate_canonical(collator, table.slice(4, 5), np.zeros(5, np.int64), 2, 2)
+    batch = collated(collator, table.slice(4, 5), np.zeros(5, np.int64), 4, 2)
     assert [unit.number for unit in batch.canonical] == [2, 3, 4]
     assert [unit.num_documents for unit in batch.canonical] == [2, 2, 1]
 
@@ -192,38 +190,8 @@ def test_order_of_terms_changes_nothing():
     assert torch.allclose(found, torch.stack(terms).double().sum(0).float(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"scaling": {"elastic_determinism": True, "fsdp": True}}, ("exclude", "false")),
-        ({"scaling": {"elastic_determinism": True}, "microbatch_tokens": "auto"}, ("microbatch_tokens", "auto")),
-        (
-            {"scaling": {"elastic_determinism": True, "deterministic": False}},
-            ("elastic_determinism", "needs deterministic"),
-        ),
-        (
-            {"scaling": {"deterministic_chunk_documents": 3}},
-            ("deterministic_chunk_documents = 3", "no effect", "elastic_determinism = true"),
-        ),
-        (
-            {"scaling": {"elastic_determinism": True, "reduce_dtype": "bf16"}},
-            ("reduce_dtype = bf16", "no effect", "elastic_determinism"),
-        ),
-        ({"scaling": {"elastic_determinism": True, "num_workers": [1, 17]}}, ("scaling.num_workers = 17", "16")),
-        (
-            {"scaling": {"elastic_determinism": True}, "encoder": {"from_config": ROBERTA, "compile": True}},
-            "encoder.compile = false",
-        ),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused(changes, message):
-    with pytest.raises(ValueError, match=all_of(message)):
-        least_config(**changes)
-
-
-def test_units_of_a_batch_and_the_hash_of_a_run():
+def test_units_of_a_batch():
     assert least_config().main.canonical_documents is None
-    assert least_config(scaling={"elastic_determinism": True}).hash() == least_config().hash()
     for size, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
         config = least_config(batch_documents=size, scaling={"elastic_determinism": True})
         assert (config.main.canonical_documents, config.main.num_canonical) == (unit, number)

@@ -21,16 +21,16 @@ from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
 
 from declutr.encoders.loading import load_encoder
-from declutr.pipeline.shards.manifest import load_manifest
-from declutr.trainer.build import build_encoder, build_task, used_parameters
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
+from declutr.trainer.build import build_encoder, build_objective, used_parameters
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
+from declutr.trainer.model.behind import Dense, Normalize, write_steps
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.step.gradcache import Microbatch
+from declutr.trainer.step.task import TrainTask
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WEIGHT = "bert.encoder.layer.1.output.dense.weight"
@@ -276,12 +276,13 @@ def test_an_encoder_with_layers_is_a_start_that_embeds_as_before(tmp_path, layer
         trained, _ = encoder(batch)
     assert np.abs(own - before).max() < 1e-5
     assert trained.shape == (3, encoder.output_size)
-    task = build_task(config.main, load_manifest(data), encoder, Communicator(), Microbatch(), None)
+    objective = build_objective(config.main, encoder, load_manifest(data).short_documents)
+    task = TrainTask(encoder=encoder, objective=objective, comm=Communicator(), seed=0)
     assert used_parameters(encoder, [task]) >= {id(parameter) for parameter in encoder.behind.parameters()}
     again = tmp_path / "again"
     again.mkdir()
     write_encoder(encoder, tokenizer, again)
-    write_steps(again, steps_of(encoder.behind))
+    write_steps(again, encoder.behind)
     after = load_encoder(str(again)).encode(TEXTS)
     assert np.abs(after / np.linalg.norm(after, axis=1, keepdims=True) - before).max() < 1e-5
 
@@ -300,7 +301,8 @@ def config(tmp_path):
     frontend = {"image_size": 16, "patch_size": [8, 8]}
     image = {"data": str(tmp_path / "images/out"), "objective": {"kind": "supcon"}, "batch_documents": 4}
     config = config_of(tmp_path / "data", tmp_path / "run", auxiliary_tasks={"image": image | {"frontend": frontend}})
-    hashes = data_hashes({"": load_manifest(tmp_path / "data"), "image": load_manifest(tmp_path / "images/out")})
+    folders = {"": tmp_path / "data", "image": tmp_path / "images/out"}
+    hashes = {name: data_hash(load_manifest(folder)) for name, folder in folders.items()}
     identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes), "task_hashes": hashes}
     state = state_of(2).model_copy(update=identity)
     checkpoint.save(tmp_path / "run/checkpoints", state, {"encoder.safetensors": {}})

@@ -16,7 +16,7 @@ from ray.train import WorkerGroupError
 
 from declutr.trainer.driver.continuation import FAILURES
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, describe, oom_kills
-from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, SpotNotice, SpotWatch
+from declutr.trainer.worker.spotwatch import CLOUDS, SpotWatch, aws_notice, gcp_notice
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
@@ -104,40 +104,28 @@ def clouds(monkeypatch):
         yield clouds
 
 
-def test_aws_is_asked_with_one_token_until_it_expires(clouds):
-    metadata = AwsMetadata()
-    assert [metadata.notice() for _ in range(3)] == [None] * 3
-    assert clouds.tokens == 1
-    clouds.expire = True
-    assert metadata.notice() is None
-    assert clouds.tokens == 2
-    clouds.action = NOTICE
-    assert metadata.notice() == SpotNotice("terminate", 1795422120.0)
-    assert set(clouds.asked) == {"/latest/meta-data/spot/instance-action"}
-
-
-def test_gcp_says_true_or_false(clouds):
-    metadata = GcpMetadata()
-    assert metadata.notice() is None
-    clouds.preempted = b"TRUE\n"
-    notice = metadata.notice()
-    assert notice.action == "preempted"
-    assert notice.at == pytest.approx(time.time() + 30, abs=5)
+def test_aws_answers_with_a_time_and_gcp_with_true_or_false(clouds):
+    assert aws_notice() is gcp_notice() is None
+    clouds.action, clouds.preempted = NOTICE, b"TRUE\n"
+    assert aws_notice() == ("terminate", 1795422120.0)
+    assert "/latest/meta-data/spot/instance-action" in clouds.asked
+    action, end = gcp_notice()
+    assert (action, end) == ("preempted", pytest.approx(time.time() + 30, abs=5))
 
 
 @pytest.mark.parametrize("body", [b"<html>\n<body>no\n</html>", b"\xff"])
 def test_a_token_that_is_none_is_an_error(clouds, body):
     clouds.token = body
     with pytest.raises(OSError, match="token"):
-        AwsMetadata().notice()
+        aws_notice()
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"{}", b'{"action": "stop"}', b"\xff", b'{"action": 1, "time": "x"}'])
 def test_an_answer_that_is_none_is_an_error_and_no_notice(clouds, body):
     clouds.action = clouds.preempted = body
-    for kind in CLOUDS.values():
+    for notice in CLOUDS.values():
         with pytest.raises(OSError, match=r"instance-action|preempted"):
-            kind().notice()
+            notice()
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
@@ -165,4 +153,4 @@ def test_something_else_than_http_is_an_error(monkeypatch):
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(OSError, match="computeMetadata"):
-            GcpMetadata().notice()
+            gcp_notice()

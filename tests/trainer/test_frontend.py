@@ -22,7 +22,6 @@ from declutr.trainer.build import new_frontend
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import PatchBatch
 from declutr.trainer.driver.continuation import neighbours_of
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
 from declutr.trainer.model.layouts import patch_problem
@@ -31,6 +30,7 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, nearest_accuracy
 from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.train import run_training
 
 SIZES = {"patch_size": (4, 4), "image_size": 8}
 
@@ -253,5 +253,5 @@ def test_run_with_images_has_the_accuracy_before_and_after(classes, tmp_path):
     del values["spans"]
     summary = run_training(TrainConfig.model_validate(values))
     assert summary["first_scores"]["image_nn_accuracy"] > 0.5
-    [told] = neighbours_of(summary)
-    assert told.startswith("image_nn_accuracy ")
+    [line] = neighbours_of(summary)
+    assert line.startswith("image_nn_accuracy ")

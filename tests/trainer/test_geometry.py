@@ -181,45 +181,42 @@ def test_too_few_validated_rows_are_told_with_a_remedy(tmp_path):
 
 
 def simcse(encoder, batch, rate, epochs, supervised=False):
-    """The table of the README of SimCSE; MLM reads all copies."""
+    """The table of the README of SimCSE."""
     settings = {"encoder.pretrained": encoder, "batch_documents": batch, "optim.lr": rate, "epochs": epochs}
-    return settings | {"objective.mlm_copies": "all", "objective.supervised": supervised, "export": "best"}
+    return settings | {"objective.supervised": supervised, "export": "best"}
 
 
-def visual(encoder, batch, rate, epochs, weight, image_rate, temperature, supervised=False):
-    """The scripts of VisualCSE; `mlm_copies` is not theirs."""
-    image = {"weight": weight, "optim.lr": image_rate, "objective.temperature": temperature, "batch_documents": 48}
+def visual(weight, rate, temperature):
+    """The scripts of VisualCSE."""
+    image = {"weight": weight, "optim.lr": rate, "objective.temperature": temperature, "batch_documents": 48}
     image |= {"frontend.mean": (0.485, 0.456, 0.406), "frontend.std": (0.229, 0.224, 0.225)}
-    settings = simcse(encoder, batch, rate, epochs, supervised)
-    del settings["objective.mlm_copies"]
-    return settings | {f"auxiliary_tasks.image.{name}": value for name, value in image.items()}
+    return {f"auxiliary_tasks.image.{name}": value for name, value in image.items()}
 
 
+COPIES = {"objective.mlm_copies": "all"}  # MLM of SimCSE reads all copies
 # Dropout 0.1 of attention weights too, the optimizer of transformers 3.4, the gradient of four GPUs.
-RELEASED = {"encoder.dropout": None, "encoder.attention_dropout": 0.1, "optim.bias_correction": False}
-RELEASED |= {"objective.reference_rank_scaling": 4, "optim.eps": 1e-6, "optim.schedule": "slanted_triangular"}
-RELEASED |= {"batch_documents": 16}
-MASKS = {"freq_mask": 48, "time_mask": 192, "shared": True}
+RELEASED = {
+    "encoder.dropout": None, "encoder.attention_dropout": 0.1, "optim.bias_correction": False, "optim.eps": 1e-6,
+    "objective.reference_rank_scaling": 4, "optim.schedule": "slanted_triangular", "batch_documents": 16,
+}  # fmt: skip
+MASKS = {"freq_mask": 48, "time_mask": 192, "shared": True}  # one masked mixture is fed twice
+AUDIO = {"auxiliary_tasks.audio.objective.masks": MASKS, "auxiliary_tasks.audio.objective.mixup": 0.5, "export": "best"}
+PROJECTOR = {"objective.initializer_range": 0.02}  # drawn as BERT's layers
+BERT, ROBERTA = "bert-base-uncased", "roberta-base"
 PAPERS = {
     "declutr-base": RELEASED,
     "declutr-small": RELEASED,
     # about the scale of the released dot products
     "scl": {"objective.temperature": 4.0, "encoder.pooling": "mean_without_cls"},
-    # its projector is drawn as BERT's layers
-    "scd-bert": {"objective.initializer_range": 0.02},
-    "scd-roberta": {"objective.initializer_range": 0.02},
-    "simcse-unsup": simcse("bert-base-uncased", 64, 3e-5, 1),
-    "simcse-roberta": simcse("roberta-base", 512, 1e-5, 1),
-    "simcse-sup": simcse("bert-base-uncased", 512, 5e-5, 3, supervised=True),
-    "visualcse": visual("bert-base-uncased", 64, 3e-5, 1, 0.05, 1e-6, 0.07),
-    "visualcse-roberta": visual("roberta-base", 128, 2e-5, 1, 0.2, 1e-7, 0.07),
-    "visualcse-sup": visual("bert-base-uncased", 128, 3e-5, 3, 100.0, 1e-7, 0.05, supervised=True),
-    # one masked mixture is fed twice
-    "audiocse": {
-        "auxiliary_tasks.audio.objective.masks": MASKS,
-        "auxiliary_tasks.audio.objective.mixup": 0.5,
-        "export": "best",
-    },
+    "scd-bert": PROJECTOR,
+    "scd-roberta": PROJECTOR,
+    "simcse-unsup": simcse(BERT, 64, 3e-5, 1) | COPIES,
+    "simcse-roberta": simcse(ROBERTA, 512, 1e-5, 1) | COPIES,
+    "simcse-sup": simcse(BERT, 512, 5e-5, 3, supervised=True) | COPIES,
+    "visualcse": simcse(BERT, 64, 3e-5, 1) | visual(0.05, 1e-6, 0.07),
+    "visualcse-roberta": simcse(ROBERTA, 128, 2e-5, 1) | visual(0.2, 1e-7, 0.07),
+    "visualcse-sup": simcse(BERT, 128, 3e-5, 3, supervised=True) | visual(100.0, 1e-7, 0.05),
+    "audiocse": AUDIO,
 }
 
 

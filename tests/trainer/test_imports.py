@@ -106,7 +106,7 @@ CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}}
 
 @pytest.mark.slow
 def test_no_torch_before_it_is_needed():
-    imports = "import declutr.trainer.train, declutr.trainer.driver.run, declutr.trainer.driver.group\n"
+    imports = "import declutr.trainer.train, declutr.trainer.driver.supervisor\n"
     imports += "import declutr.cli.runs, declutr.inspection.describe, declutr.inspection.order"
     assert run_python("-c", CODE.format(imports)).stdout.strip() == ""
 

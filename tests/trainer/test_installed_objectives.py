@@ -10,8 +10,7 @@ from madeup import shards
 from messages import says
 from processes import run_python
 
-from declutr.trainer.driver.checks import objective_problems
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.checks import objective_problems, place_problems
 from declutr.trainer.objectives.config import ObjectiveConfig
 from declutr.trainer.objectives.registry import load_kinds
 

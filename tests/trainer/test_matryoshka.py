@@ -20,16 +20,15 @@ from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import CutEncoder, sizes_of
 from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.trainer.build import build_encoder, load_tokenizer
-from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import MatryoshkaConfig, RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.scd import Scd
-from declutr.trainer.objectives.scl import Scl, contrast
 from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
+from declutr.trainer.objectives.texts import Scd, Scl, contrast
+from declutr.trainer.train import run_training
 
 ROWS, SIZE = 9, 12
 SIZES = {"sizes": [3, "all", 8], "weights": [0.5, 1.0, 2.0]}
@@ -97,34 +96,16 @@ def test_simcse_loss_with_sizes_is_that_of_sentence_transformers(supervised):
     check(objective, lambda views: theirs(objective.head(views).unbind(1)), count=2 + supervised)
 
 
-def test_simcse_head_that_is_dropped_follows_the_cut():
-    objective = made(Simcse, SimcseConfig(temperature=0.2, matryoshka=SIZES))
-    linear = objective.head[0]
-
-    def loss(views, size):
-        first, second = (views @ linear.weight[:, :size].T + linear.bias).tanh().unbind(1)
-        scores = F.cosine_similarity(first[:, None], second[None], dim=-1) / 0.2
-        return F.cross_entropy(scores, torch.arange(ROWS))
-
-    check(objective, over_sizes(loss))
-
-
-def over_sizes(loss):
-    """The weighted sum of a loss of views that are cut to each size."""
-    return lambda views: sum(weight * loss(views[..., :size], size) for size, weight in CUTS)
-
-
-def test_supcon_with_sizes_is_the_sum_over_sizes():
+def supcon_sizes():
     labels = torch.arange(ROWS) % 4
     objective = made(Supcon, SupconConfig(temperature=0.2, base_temperature=0.2, head=False, matryoshka=SIZES))
-    expected = over_sizes(lambda views, _: supcon(torch.cat(views.unbind(1)), labels.repeat(2), 0.2))
-    check(objective, expected, label=labels)
+    return objective, lambda views, _: supcon(torch.cat(views.unbind(1)), labels.repeat(2), 0.2), {"label": labels}
 
 
-def test_scl_with_sizes_contrasts_and_classifies_each():
-    config = SclConfig(contrastive_weight=0.4, matryoshka=SIZES)
+def scl_sizes():
+    """Contrast and classification of each size."""
+    config, keys = SclConfig(contrastive_weight=0.4, matryoshka=SIZES), torch.arange(ROWS)
     objective = made(Scl, config)
-    keys = torch.arange(ROWS)
     facts = {"label": keys % 2 * (2 - ENTAILMENT) + ENTAILMENT, "premise": keys // 3, "hypothesis": keys}
     parts = objective.classifier[0].weight.unflatten(1, (3, SIZE))
 
@@ -134,27 +115,43 @@ def test_scl_with_sizes_contrasts_and_classifies_each():
         logits = objective.classifier[1](hidden + objective.classifier[0].bias)
         return 0.6 * F.cross_entropy(logits, facts["label"]) + 0.4 * contrast(Gathered(views, facts), config)
 
-    check(objective, over_sizes(loss), **facts)
+    return objective, loss, facts
 
 
-def test_scd_with_sizes_is_the_sum_over_sizes():
+def scd_sizes():
     objective = made(Scd, ScdConfig(projector=[7, 6], matryoshka=SIZES))
-    padded = over_sizes(lambda views, size: sum(objective.loss(Gathered(F.pad(views, (0, SIZE - size)))).values()))
-    check(objective, padded)
+    return objective, lambda views, size: sum(objective.loss(Gathered(F.pad(views, (0, SIZE - size)))).values()), {}
 
 
-def test_queue_is_cut_like_the_batch():
+def queue_sizes():
     """A queued embedding counts with the same numbers as the others."""
     config = DeclutrConfig(terms="contrastive", queue_size=6, loss={"temperature": 0.2}, matryoshka=SIZES)
     objective, plain = declutr(config, size=SIZE), declutr(config, size=SIZE)
-    queue = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    objective.queue = queue = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
     def loss(views, size):
         plain.queue = queue[:, :size]
         return plain.loss(Gathered(views))["contrastive"]
 
-    objective.queue = queue
-    check(objective, over_sizes(loss))
+    return objective, loss, {}
+
+
+def dropped_head_sizes():
+    """A head that is dropped follows the cut."""
+    objective = made(Simcse, SimcseConfig(temperature=0.2, matryoshka=SIZES))
+    linear = objective.head[0]
+
+    def loss(views, size):
+        first, second = (views @ linear.weight[:, :size].T + linear.bias).tanh().unbind(1)
+        return F.cross_entropy(F.cosine_similarity(first[:, None], second[None], dim=-1) / 0.2, torch.arange(ROWS))
+
+    return objective, loss, {}
+
+
+@pytest.mark.parametrize("sizes_of_one", [supcon_sizes, scl_sizes, scd_sizes, queue_sizes, dropped_head_sizes])
+def test_loss_with_sizes_is_the_weighted_sum_over_sizes(sizes_of_one):
+    objective, loss, facts = sizes_of_one()
+    check(objective, lambda v: sum(weight * loss(v[..., :size], size) for size, weight in CUTS), **facts)
 
 
 @pytest.mark.parametrize("sizes", [{"sizes": ["all"]}, {"sizes": [4, "all"], "weights": [0, 1]}])

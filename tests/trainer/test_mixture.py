@@ -19,7 +19,7 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
 from declutr.trainer.driver import estimate
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.train import run_training
 
 SIZES = (60, 90)
 WEIGHTS = [2, 0.5]
@@ -144,32 +144,23 @@ def test_weights_decide_the_result_and_places_do_not():
     assert len({runs.least_config(auxiliary_tasks=one).hash() for one in tasks}) == 2
 
 
-@pytest.mark.parametrize(
-    ("weight", "reason"),
-    [
-        (-1, "greater than 0"),
-        (0, "greater than 0"),
-        (float("nan"), "finite number"),
-        (float("inf"), "finite number"),
-        ("1/3", "valid number"),
-        (True, "number is needed"),
-        (None, "valid number"),
-    ],
-)
-def test_weight_that_is_no_positive_number_is_refused(corpora, tmp_path, capsys, weight, reason):
-    said = refused(tmp_path, capsys, several(corpora["one"], corpora["two"], weights=[1, weight]))
-    says(said, "data.1.weight", reason)
-    assert "1 problem(s)" in said
+NO_NUMBERS = {
+    -1: "greater than 0", 0: "greater than 0", float("nan"): "finite number", float("inf"): "finite number",
+    "1/3": "valid number", True: "number is needed", None: "valid number",
+}  # fmt: skip
+REFUSED = [
+    *([[1, weight], ("data.1.weight", reason)] for weight, reason in NO_NUMBERS.items()),
+    [[0.3333333, 0.6666667], ("data", "10,000,000 rows", f"{MOST_TURNS:,}", "500, 1000")],  # its period is too long
+    [None, ("data", "a list of corpora", "[{path: FOLDER, weight: 1}")],  # a section in place of the list
+]
 
 
-def test_weights_that_are_exact_after_too_many_rows_are_refused(corpora, tmp_path, capsys):
-    said = refused(tmp_path, capsys, several(corpora["one"], corpora["two"], weights=[0.3333333, 0.6666667]))
-    says(said, "data", "10,000,000 rows", f"{MOST_TURNS:,}", "500, 1000")
-
-
-def test_a_section_in_place_of_the_list_is_refused_with_its_form(corpora, tmp_path, capsys):
-    said = refused(tmp_path, capsys, several(corpora["one"])[0])
-    says(said, "data", "a list of corpora", "[{path: FOLDER, weight: 1}")
+@pytest.mark.parametrize(("weights", "facts"), REFUSED)
+def test_weights_that_are_no_shares_are_refused(corpora, tmp_path, capsys, weights, facts):
+    data = several(corpora["one"])[0] if weights is None else several(corpora["one"], corpora["two"], weights=weights)
+    said = refused(tmp_path, capsys, data)
+    says(said, *facts)
+    assert "1 problem(s)" in said or weights is None or weights[0] != 1
 
 
 def test_all_problems_of_the_places_are_listed_at_once(corpora, tmp_path, capsys):

@@ -1,15 +1,13 @@
 """Views of clips: mixup of sounds against plain writings, and crops of images that follow the plain law."""
 
-import io
 import pickle
 import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from mediafiles import sound, tone
+from mediafiles import picture, sound, stored, tone
 from messages import all_of
-from PIL import Image
 from preparing import prepare_media
 from rows import MELS, Rows, clip_rows, image_rows
 from scipy.stats import beta, kstest
@@ -22,7 +20,7 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import VIEWS, Crops, Mixup, clips_of, mixture
+from declutr.trainer.objectives.supcon.clips import VIEWS, ClipFetch, clips_of, mixture
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import CropConfig, SupconConfig
 
@@ -50,10 +48,14 @@ def plainly(rows, epochs, shards, rate, seed):
     return clips, labels
 
 
+def mixing(rate, seed):
+    return ClipFetch(CropConfig(), 16, seed, rate).mixed
+
+
 @pytest.mark.parametrize("rate", [0.5, 1.0, 0.0])
 def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
     epochs = np.array([0, 3, 1, 4, 1, 5, 9])
-    rows = Mixup(rate, 7)(CLIPS, epochs, Rows(CLIPS))
+    rows = mixing(rate, 7)(CLIPS, epochs, Rows(CLIPS))
     clips, labels = plainly(CLIPS, epochs, CLIPS, rate, 7)
     for found, expected in zip(clips_of(rows), clips, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -67,12 +69,12 @@ def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
 def test_a_clip_is_mixed_by_its_epoch_and_not_by_its_batch():
     """Any worker and any slice of the table reads the same mixtures; another epoch and another seed read others."""
     epochs = np.full(7, 2)
-    whole = Mixup(0.5, 7)(CLIPS, epochs, Rows(CLIPS))
+    whole = mixing(0.5, 7)(CLIPS, epochs, Rows(CLIPS))
     for start, end in ((0, 3), (3, 3), (3, 7)):
-        part = Mixup(0.5, 7)(CLIPS.slice(start, end - start), epochs[start:end], Rows(CLIPS))
+        part = mixing(0.5, 7)(CLIPS.slice(start, end - start), epochs[start:end], Rows(CLIPS))
         assert part.equals(whole.slice(start, end - start))
-    assert not Mixup(0.5, 7)(CLIPS, epochs + 1, Rows(CLIPS)).equals(whole)
-    assert not Mixup(0.5, 8)(CLIPS, epochs, Rows(CLIPS)).equals(whole)
+    assert not mixing(0.5, 7)(CLIPS, epochs + 1, Rows(CLIPS)).equals(whole)
+    assert not mixing(0.5, 8)(CLIPS, epochs, Rows(CLIPS)).equals(whole)
 
 
 def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
@@ -80,7 +82,7 @@ def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
     rows = clip_rows([1] * 3000)
     silent = pa.array([[0.0] * MELS] * 3000, pa.list_(pa.float32()))
     rows = rows.set_column(rows.column_names.index("frames"), "frames", silent)
-    found = Mixup(0.5, 0)(rows, np.zeros(3000, np.int64), Rows(rows))
+    found = mixing(0.5, 0)(rows, np.zeros(3000, np.int64), Rows(rows))
     mixed = found["mixed"].to_numpy()
     assert mixed.sum() == pytest.approx(1500, abs=110)
     powers = np.exp([clip[0, 0] for clip in clips_of(found)])[mixed]
@@ -125,7 +127,7 @@ def test_one_masked_spectrogram_is_fed_twice():
 def test_mixed_clips_are_masked_afterwards():
     epochs, masks = np.arange(7), {"freq_mask": 3, "time_mask": 4, "shared": True}
     found, _ = views_of(CLIPS, epochs, masks=masks, mixup=1.0)
-    mixed = clips_of(Mixup(1.0, 3)(CLIPS, epochs, Rows(CLIPS)))
+    mixed = clips_of(mixing(1.0, 3)(CLIPS, epochs, Rows(CLIPS)))
     for view, clip in zip(found[::2], mixed, strict=True):
         assert np.array_equal(view[view != 0], clip[view != 0])
         assert (view != 0).any()
@@ -173,7 +175,7 @@ def test_images_are_neither_mixed_nor_masked():
 
 
 def test_mixup_of_a_worker_without_rows_is_empty():
-    rows = Mixup(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
+    rows = mixing(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
     assert len(rows) == 0
     assert rows.schema.equals(CLIPS.schema.append(pa.field("mixed", pa.bool_())))
 
@@ -204,29 +206,20 @@ SIZE = (200, 200)
 
 
 def boxes(count=2000, size=SIZE, **config):
-    crops = Crops(CropConfig(**config), 32, 0)
+    crops = ClipFetch(CropConfig(**config), 32, 0)
     rng = np.random.default_rng(0)
     return np.array([crops._box(size, rng.random(30)) for _ in range(count)])
 
 
-def picture(seed=0, size=(40, 30)):
-    """Rows and columns all differ, so that a mirror image is another."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8)
-    return Image.fromarray(pixels, "RGB")
-
-
 def rows(pictures, said=None):
-    raw = []
-    for each in pictures:
-        each.save(target := io.BytesIO(), "PNG")
-        raw.append(target.getvalue())
-    ids = pa.array([bytes([number]) * 16 for number in range(len(raw))], pa.binary(16))
-    width, height = zip(*(said or each.size for each in pictures), strict=True)
-    return pa.table({"id": ids, "image": pa.array(raw, pa.binary()), "width": width, "height": height})
+    ids = pa.array([bytes([number]) * 16 for number in range(len(pictures))], pa.binary(16))
+    width, height = zip(*(said or image.size for image in pictures), strict=True)
+    images = pa.array(map(stored, pictures), pa.binary())
+    return pa.table({"id": ids, "image": images, "width": width, "height": height})
 
 
 def views(table, epochs, seed=0, **config):
-    found = Crops(CropConfig(**(PLAIN | config)), 16, seed)(table, np.array(epochs))
+    found = ClipFetch(CropConfig(**(PLAIN | config)), 16, seed).views(table, np.array(epochs))
     assert "image" not in found.column_names
     return [np.frombuffer(raw.as_py(), np.uint8).reshape(2, 16, 16, 3) for raw in found.column(VIEWS)]
 
@@ -257,7 +250,7 @@ def test_areas_and_sides_of_crops_follow_the_plain_law(min_scale):
 
 
 def test_colours_change_by_their_own_draws():
-    crops, image = Crops(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
+    crops, image = ClipFetch(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
     draws = np.random.default_rng(0).random(40)
     found = [np.asarray(crops.view(image, draws))]
     for place in range(33, 37):  # brightness, contrast, saturation, hue

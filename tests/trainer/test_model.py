@@ -1,7 +1,5 @@
 """Packed and padded forwards are the same function; their FLOPs; training of the last layers alone."""
 
-import copy
-
 import families
 import pytest
 import torch
@@ -74,13 +72,6 @@ def test_packed_batch_equals_padded_one(family, lengths):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("projection", ["none", "linear", "mlp"])
-def test_pooling_and_projection_have_their_sizes(family, pooling, projection):
-    assert compare(family, MIXED, pooling=pooling, projection={"kind": projection, "size": 6}) < 1e-10
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_padding_id_inside_a_span_is_a_token_like_others(family):
     """MLM may draw the padding id as a replacement. It is a token like others; RoBERTa's positions skip it."""
     batch = random_spans(MIXED)
@@ -133,17 +124,6 @@ def test_seeds_decide_the_weights():
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first, again)
     assert (first != other).float().mean() > 0.8
-
-
-def test_a_copied_encoder_is_complete():
-    """Its MLM head is its own: nothing of the original remains in it."""
-    encoder, batch = tiny_encoder("modernbert"), random_spans(MIXED, num_selected=5)
-    twin = copy.deepcopy(encoder)
-    expected = twin(batch)[1].item()
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.zero_()
-    assert twin(batch)[1].item() == expected
 
 
 @pytest.mark.parametrize(("family", "limit"), [("roberta", 38), ("bert", 40), ("modernbert", 40)])
@@ -242,8 +222,9 @@ def test_equal_to_torchs_counter():
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10G", 70e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L40", 181e12),
         ("NVIDIA L4", 121e12),

@@ -1,21 +1,31 @@
-"""Settings of encoders, objectives, spans and optimizers that cannot be, alone or together: the message names them."""
+"""Settings of encoders, objectives, loggers and workers that cannot be, alone or together: the message names them."""
 
 import pytest
+import tinyruns as runs
 from messages import all_of
 from pydantic import ValidationError
 
+from declutr.trainer.metrics.config import WandbConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.text_config import SimcseConfig
+from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
 BY_NAME = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
+COMPILED = {"from_config": {"model_type": "roberta"}, "compile": True}
+ELASTIC = {"elastic_determinism": True}
 LOSSES = ("NTXentLoss", "SupConLoss")
 SIZES = {"sizes": [3, "all"]}
 REFUSED = [
     (DeclutrConfig, {"queue_size": 8, "loss": BY_NAME}, ("queue_size = 8", "ntxent", "pytorch_metric_learning")),
+    (
+        DeclutrConfig,
+        {"queue_size": 8, "loss": {"exclude_same_document": True}},
+        ("queue_size = 8", "loss.exclude_same_document = true"),
+    ),
     *(
         (DeclutrConfig, {"loss": BY_NAME | {"loss": name}}, (f"'{name}'", *LOSSES))
         for name in ("NtXentLoss", "_private", "os", "__builtins__")
@@ -37,6 +47,27 @@ REFUSED = [
     (EncoderConfig, {}, ("exactly one", "`pretrained`")),
     (EncoderConfig, {"pretrained": "x", "from_config": {"model_type": "bert"}}, ("exactly one", "`pretrained`")),
     (EncoderConfig, {"from_config": {"hidden_size": 8}}, ("from_config", "`model_type`")),
+    (WandbConfig, {"mode": "online"}, ("mode = online", "base_url", "https://api.wandb.ai")),
+    (WandbConfig, {"mode": "offline", "base_url": "api.wandb.ai"}, "base_url = 'api.wandb.ai'"),
+    (WandbConfig, {"base_url": "file:///etc"}, "base_url = 'file:///etc'"),
+    (WandbConfig, {"base_url": "https://"}, "base_url = 'https://'"),
+    (WandbConfig, {"api_key": "0123456789abcdef"}, "api_key"),
+    (WandbConfig, {"project": ""}, "project"),
+    *(
+        (ScalingConfig, {"num_workers": 0, **of_ray}, "num_workers = 0 trains without Ray")
+        for of_ray in ({"address": "auto"}, {"fsdp": True}, {"spot_notices": "aws"})
+    ),
+    (
+        ScalingConfig,
+        {"deterministic_chunk_documents": 3},
+        ("deterministic_chunk_documents = 3", "no effect", "elastic_determinism = true"),
+    ),
+    (ScalingConfig, ELASTIC | {"fsdp": True}, ("exclude", "false")),
+    (ScalingConfig, ELASTIC | {"deterministic": False}, ("elastic_determinism", "needs deterministic")),
+    (ScalingConfig, ELASTIC | {"reduce_dtype": "bf16"}, ("reduce_dtype = bf16", "no effect", "elastic_determinism")),
+    (runs.least_config, {"scaling": ELASTIC, "microbatch_tokens": "auto"}, ("microbatch_tokens", "auto")),
+    (runs.least_config, {"scaling": ELASTIC | {"num_workers": [1, 17]}}, ("scaling.num_workers = 17", "16")),
+    (runs.least_config, {"scaling": ELASTIC, "encoder": COMPILED}, "encoder.compile = false"),
     (FrontendConfig, {"image_size": 100_000, "patch_size": [1, 1]}, "10,000,000,000 patches"),
     (FrontendConfig, {"patch_size": [1_000_000, 1]}, "1,000,000 values"),
     (FrontendConfig, {"patch_size": [0, 8]}, ("both numbers", "at least 1")),

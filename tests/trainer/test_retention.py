@@ -17,11 +17,10 @@ from states import state_of
 
 from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.trainer.checkpoints import checkpoint, ranking, saver
-from declutr.trainer.checkpoints.ranking import BestScore, EarlyStopping, find_best, history, kept
+from declutr.trainer.checkpoints.ranking import early_end, find_best, from_best, history, kept
 from declutr.trainer.checkpoints.saver import write_tensors
-from declutr.trainer.checkpoints.state import CheckpointConfig, RunState, has_checksum
+from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.metrics import MetricsWriter
-from declutr.trainer.parallel.request import Request
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
 CONFIGS = st.builds(
@@ -77,9 +76,6 @@ def test_broken_ones_neither_count_nor_stay(tmp_path):
     write(tmp_path, 6)
     ranking.prune(tmp_path, CheckpointConfig(keep_last=2), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [1, 2, 6]
-    (tmp_path / ".step-00000009.tmp").mkdir()  # of a writer that was killed
-    ranking.sweep(tmp_path)
-    assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -127,14 +123,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, log, damage, na
     says(log[0], name, message, "step-00000006")
 
 
-def test_latest_of_this_run(tmp_path):
-    write(tmp_path, 5)
-    found = checkpoint.find_latest(tmp_path, {"config_hash": "c", "data_hash": "d"})
-    assert found is not None
-    assert checkpoint.find_latest(tmp_path, {"config_hash": "another", "data_hash": "d"}) is None
-    assert checkpoint.find_latest(tmp_path / "nothing") is None
-
-
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
     (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(NotADirectoryError):
@@ -166,55 +154,44 @@ def test_unreadable_checkpoint_is_not_a_broken_one(tmp_path, log):
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
 def test_laws_of_a_best_score(scores):
-    now = BestScore.of(scores)
-    assert (now is None) == (not scores)
-    if now is not None:
-        assert now.score == scores[now.step] == max(scores.values())
-        assert all(score < now.score for step, score in scores.items() if step < now.step)
-        assert now.since == len([step for step in scores if step > now.step])
+    if not scores:
+        assert early_end(scores, "mrr", 1) is None
+        return
+    best = from_best(scores)[0]
+    assert scores[best] == max(scores.values())
+    assert all(score < scores[best] for step, score in scores.items() if step < best)
+    since = len([step for step in scores if step > best])
+    assert early_end(scores, "mrr", since + 1) is None
+    says(
+        early_end(scores, "mrr", since), f"step {best}", f"none of the {since} scores", f"validation.patience = {since}"
+    )
 
 
-def test_held_out_scores_begin_after_the_untrained_weights(tmp_path):
-    writer = MetricsWriter(tmp_path, 0)
-    for step in (0, 2, 4, 6, 8):
-        writer.scores(step, {"mrr": step / 10, "recall_at_1": 0.5})
-    writer.close()
-    assert history(tmp_path, "mrr", 6) == {2: 0.2, 4: 0.4, 6: 0.6}
-    assert history(tmp_path / "nothing", "mrr", 6) == {}
-
-
-def test_a_run_ends_when_as_many_scores_as_its_patience_are_no_better_than_the_best(tmp_path):
-    stopping = EarlyStopping(tmp_path, "mrr", 2)
-    stopping.measured(0, {"mrr": 0.9})  # the untrained weights do not count
-    found = []
-    for step, score in ((2, 0.3), (4, 0.5), (6, 0.5), (8, 0.4)):
-        stopping.measured(step, {"mrr": score})
-        found.append(stopping.request)
-    assert found == [Request(0), Request(0), Request(0), Request.EARLY]
-
-
-def test_lines_and_checkpoints_without_a_score_do_not_count(tmp_path):
+def test_lines_and_checkpoints_without_a_score_and_the_untrained_weights_do_not_count(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     for step, scores in ((6, {"mrr": 0.9}), (8, {"mrr": 0.1, "distant_mrr": 0.2})):
-        writer.scores(step, scores)
+        writer.add("validation", step, scores)
         checkpoint.save(tmp_path / "checkpoints", state_of(step, **scores), {"encoder.safetensors": {}})
+    writer.add("validation", 0, {"mrr": 0.7})  # of the untrained weights
     writer.close()
+    assert history(tmp_path, "mrr", 7) == {6: 0.9}
+    assert history(tmp_path / "nothing", "mrr", 7) == {}
     assert (history(tmp_path, "distant_mrr", 8), history(tmp_path, "mrr", 8)) == ({8: 0.2}, {6: 0.9, 8: 0.1})
     assert find_best(tmp_path / "checkpoints", "distant_mrr")[1].step == 8
     assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 6
 
 
+@pytest.mark.parametrize("name", ["encoder.safetensors", "state.json"])
+def test_a_broken_best_is_named_and_the_next_is_taken(tmp_path, log, name):
+    for step, score in ((2, 0.5), (4, 0.9), (6, 0.1)):
+        write(tmp_path, step, score)
+    truncate(checkpoint.checkpoint_path(tmp_path, 4) / name)
+    assert find_best(tmp_path, "mrr")[1].step == 2
+    says(log, "skipping a broken checkpoint", "step-00000004")
+
+
 def config_of(**changes):
     return runs.least_config(**{"export": "best"} | changes)
-
-
-def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
-    saving = {"every_steps": 100}
-    plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
-    assert plain.hash() == patient.hash()
-    assert plain.resume_settings()["validation"]["score"] == "distant_recall_at_1"
-    assert "patience" not in plain.resume_settings()["validation"]
-    assert plain.hash() != config_of(validation={"score": "mrr"}).hash()
 
 
 def test_an_objective_without_scores_chooses_nothing(monkeypatch):
@@ -248,7 +225,6 @@ def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch, chunk_bytes):
     checksum = write_tensors(path, TENSORS)
     assert path.read_bytes() == save(TENSORS)
     assert checksum == f"xxh3:{xxhash.xxh3_128(path.read_bytes()).hexdigest()}"
-    assert has_checksum(path, checksum)
 
 
 def test_tensorfile_of_no_tensors_is_read_back(tmp_path):

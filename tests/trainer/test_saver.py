@@ -13,7 +13,7 @@ from waiting import until
 
 from declutr.common.errors import SaveError
 from declutr.trainer.checkpoints import checkpoint, saver
-from declutr.trainer.checkpoints.saver import Job, Saver, StorageRetry
+from declutr.trainer.checkpoints.saver import Job, Saver
 from declutr.trainer.checkpoints.state import CheckpointConfig
 
 MIB = 2**20
@@ -194,13 +194,6 @@ def test_an_error_that_is_no_storage_is_raised_in_the_training(tmp_path, opened)
         one.wait()
 
 
-def test_closing_finishes_what_was_given(tmp_path):
-    one = Saver(tmp_path, CheckpointConfig(), "mrr")
-    give(one, 1)
-    one.close()
-    assert checkpoint.find_latest(tmp_path)[1].step == 1
-
-
 DISCARD = """
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, discard
 def prepare(here):
@@ -224,8 +217,8 @@ def test_a_copy_that_is_given_while_another_is_written_is_written_too(tmp_path, 
     assert begun.wait(60)
     one.submit(state_of(2), {"encoder.safetensors": {"weight": torch.ones(3)}})
     go.set()
-    one.wait()
-    assert checkpoint.steps_in(tmp_path) == [1, 2]
+    one.close()
+    assert checkpoint.steps_in(tmp_path) == [1, 2], "closing finishes what was given"
 
 
 def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
@@ -247,20 +240,20 @@ def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
     assert len(attempts) == 1
 
 
-def test_patience_begins_again_after_a_success(tmp_path, log):
+def test_patience_begins_again_after_a_success(tmp_path, opened, log):
     now = [0.0]
-    retry = StorageRetry(tmp_path / "checkpoints", 10.0, lambda: now[0])
+    one = opened(tmp_path / "checkpoints", clock=lambda: now[0], storage_retry_seconds=10.0)
     weights = {"encoder.safetensors": {"weight": torch.zeros(5 * 2**18)}}
     job, error = Job(state_of(1), weights), OSError(5, "Input/output error")
     for now[0], pause in ((0.0, 0.5), (4.0, 1.0), (8.0, 2.0)):
-        assert retry.failed(job, error) == pause
+        assert one._pause_after(job, error) == pause
     says(log[0], "5.0 MiB")
     now[0] = 9.0
-    retry.over(job)
+    one._done(job)
     says(log[-1], "step 1", "4 attempts", "9 s")
     now[0] = 18.5  # later than the first failure by more than the patience
-    assert retry.failed(job, error) == 0.5
+    assert one._pause_after(job, error) == 0.5
     assert len([line for line in log if "Training continues" in line]) == 2, "the same error again is no news"
     says(log[-1], "retrying", "10 s")
     now[0] = 28.5
-    assert retry.failed(job, error) is None
+    assert one._pause_after(job, error) is None

@@ -17,10 +17,9 @@ from declutr.common.errors import CheckpointError, TrainingFailedError
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.driver.checks import corpora_remarks, resolve
-from declutr.trainer.driver.local import LocalRun
-from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.supervisor import Signals
+from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.objectives.scores import held_out_rows
+from declutr.trainer.train import run_training
 
 LOCAL = {"num_workers": 0}
 
@@ -199,7 +198,7 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
     else:
         path = tmp_path / "sts-dev.csv"
         path.write_text(path.read_text().replace("\t4.", "\t3."))
-    local = LocalRun(plan, Signals(), {"command": 0.0}, lambda _: "cpu")
+    local = Supervisor(plan, Signals(), 0.0, None)
     with pytest.raises(TrainingFailedError, match=f"{own if what == 'shards' else 'validation.stsb'} on .* differ"):
         local.run_to_end()
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]

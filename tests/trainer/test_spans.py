@@ -1,4 +1,4 @@
-"""Bounds of sampled spans, for any geometry; that they belong to the document; distant spans of a validation."""
+"""Spans: bounds for any geometry and every treatment of short documents, their laws, distant spans of a validation."""
 
 import random
 
@@ -11,19 +11,66 @@ from hypothesis import strategies as st
 from messages import all_of
 from prepared import Row, write_prepared
 from scipy import stats
-from spanbounds import check_document, span_configs
 from tinyruns import span_validator
 
-from declutr.pipeline.shards.windows import window_starts
+from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import Draws, draw, pair_lengths, place
 from declutr.trainer.objectives.declutr.validator import DISTANT, place_distant
 
+MODES = ("fewer_anchors", "shrink_spans")
+GEOMETRY = Geometry(num_anchors=2, max_tokens=12)
 
-def windows_of(lengths, config):
-    starts = [window_starts(length, config.max_tokens).astype(np.int64) for length in lengths]
+
+@st.composite
+def span_configs(draw_, strategies=("all", "adjacent", "subsuming", "distant"), least=1):
+    longest, strategy = draw_(st.integers(least, 40)), draw_(st.sampled_from(strategies))
+    return SpanConfig(
+        num_anchors=draw_(st.integers(1, 5)),
+        num_positives=draw_(st.integers(1, 4)),
+        min_tokens=draw_(st.integers(1, longest)),
+        max_tokens=longest,
+        strategy=strategy,
+        min_distance_tokens=draw_(st.integers(0, 100)) if strategy == "distant" else 0,
+    )
+
+
+def check_document(spans, num_tokens, longest, anchors, positives):
+    """Every bound of one document's spans, `(a, 2)` and `(a, P, 2)`, for spans of at most `longest` tokens."""
+    top = max(spans.min_tokens, longest - 1)  # the longest itself has probability 0, unless it is the shortest
+    start, end = anchors.T
+    assert ((end - start >= spans.min_tokens) & (end - start <= top)).all()
+    window = start // longest
+    assert (end <= (window + 1) * longest).all()  # inside one window
+    assert (end <= num_tokens // longest * longest).all()  # never in the tail
+    assert (np.diff(np.sort(window)) >= 2).all()
+    first, last = positives[..., 0], positives[..., 1]
+    start, end = start[:, None], end[:, None]
+    assert ((first >= 0) & (last <= num_tokens)).all()
+    size, most = last - first, np.maximum(spans.min_tokens, end - start - 1) if spans.strategy == "subsuming" else top
+    assert ((size >= spans.min_tokens) & (size <= most)).all()
+    if spans.strategy == "subsuming":
+        assert ((first >= start) & (last <= end)).all()
+    elif spans.strategy == "adjacent":
+        assert ((last == start) | (first == end)).all()
+    elif spans.strategy == "distant":
+        distance, room = np.maximum(start - last, first - end), np.maximum(start, num_tokens - end) - size
+        assert ((distance >= np.minimum(spans.min_distance_tokens, room)) & (room >= 0)).all()
+    else:
+        assert ((first <= end) & (last >= start)).all()  # overlaps or touches
+
+
+def windows_of(lengths, geometry, mode="drop"):
+    """Windows of documents; in the mode `drop` a config of spans is a geometry too."""
+    starts = [document_windows(length, geometry, mode).astype(np.int64) for length in lengths]
     return np.concatenate(starts), np.cumsum([0, *map(len, starts)])
+
+
+def sampled(spans, geometry, mode, lengths, seed, keys=None):
+    keys = np.arange(len(lengths), dtype=np.uint64) if keys is None else keys
+    draws = draw(spans, seed, np.zeros(len(lengths), np.int64), keys)
+    return place(spans, draws, lengths, *windows_of(lengths, geometry, mode), mode)
 
 
 def check(config, lengths, spans):
@@ -77,24 +124,6 @@ def test_draws_change_with_each_of_seed_epoch_document():
     assert len(set(rows)) == len(rows)
 
 
-def test_an_anchors_draws_do_not_depend_on_how_many_follow():
-    few, many = (
-        draw(SpanConfig(num_anchors=n, num_positives=2), 0, np.zeros(3, np.int64), np.arange(3, dtype=np.uint64))
-        for n in (1, 3)
-    )
-    assert (few.windows[:, 0] == many.windows[:, 0]).all()
-    assert (few.positive_lengths[:, 0] == many.positive_lengths[:, 0]).all()
-
-
-def test_the_smallest_document_is_enough_and_one_token_less_is_not():
-    config = SpanConfig(num_anchors=3, num_positives=1, min_tokens=1, max_tokens=4)
-    draws = draw(config, 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
-    enough, short = np.array([24]), np.array([23])
-    check(config, enough, place(config, draws, enough, *windows_of(enough, config)))
-    with pytest.raises(ValueError, match=all_of("23 tokens", "too short", "num_anchors = 3", "max_tokens = 4", "24")):
-        place(config, draws, short, *windows_of(short, config))
-
-
 def test_place_distant_strategy_equals_a_plain_writing():
     """Every allowed place of a positive is listed, and the draw picks one of the list."""
     config = SpanConfig(
@@ -146,13 +175,6 @@ def test_short_spans_come_from_the_whole_window():
     assert (np.histogram(first, bins=[0, 16, 32, 48])[0] > 400).all()  # a quarter each, but for the window's end
 
 
-def test_spans_longer_than_the_windows_are_refused():
-    config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=32)
-    draws = draw(config, 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
-    with pytest.raises(ValueError, match=all_of("16 tokens", "too short", "max_tokens = 32")):
-        place(config, draws, np.array([64]), np.arange(4) * 16, np.array([0, 4]))
-
-
 @pytest.mark.parametrize(("side", "first"), [(0.2, 0), (0.7, 8)])
 def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
     """The anchor is 4 to 8 of 12 tokens, and both neighbours of 4 tokens just fit."""
@@ -164,22 +186,6 @@ def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
     assert spans.positives.tolist() == [[[[first, first + 4]]]]
 
 
-def anchors_of(config, windows):
-    """Numbers of anchors of documents with these numbers of windows of 20 tokens."""
-    draws = draw(config, 0, np.zeros(len(windows), np.int64), np.arange(len(windows), dtype=np.uint64))
-    starts = np.concatenate([20 * np.arange(number) for number in windows])
-    offsets = np.cumsum([0, *windows])
-    return place(config, draws, 20 * windows, starts, offsets, "fewer_anchors").present.sum(axis=1)
-
-
-def test_a_short_document_has_an_anchor_for_every_two_windows():
-    config = SpanConfig(num_anchors=2, num_positives=1, min_tokens=3, max_tokens=20)
-    windows = np.array([2, 3, 4, 5, 9])
-    assert anchors_of(config, windows).tolist() == [1, 1, 2, 2, 2]
-    with pytest.raises(ValueError, match=all_of("1 windows", "0 anchors")):
-        anchors_of(config, np.array([1]))
-
-
 @pytest.mark.parametrize(("anchor", "positive"), [((4, 2), (2, 4)), ((1, 1), (1, 1)), ((2, 5), (8, 2))])
 def test_lengths_have_the_beta_law_of_the_settings(anchor, positive):
     keys = np.arange(4000, dtype=np.uint64)
@@ -189,6 +195,82 @@ def test_lengths_have_the_beta_law_of_the_settings(anchor, positive):
         assert stats.kstest(lengths.reshape(-1)[:4000], stats.beta(a, b).cdf).pvalue > 1e-3
         assert np.corrcoef(lengths.reshape(4000, -1).T)[0, 1] == pytest.approx(0, abs=0.06)
     assert stats.kstest(drawn.anchor_starts.reshape(-1), stats.uniform.cdf).pvalue > 1e-3
+
+
+@st.composite
+def settings(draw_):
+    spans = draw_(span_configs(("all", "adjacent", "subsuming"), least=2))
+    more = draw_(st.integers(0, 2))  # the shards may have room for more anchors than are trained on
+    least = draw_(st.integers(spans.min_tokens, spans.max_tokens))
+    return spans, Geometry(num_anchors=spans.num_anchors + more, max_tokens=spans.max_tokens, min_tokens=least)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(setting=settings(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
+def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
+    spans, geometry = setting
+    lengths = shortest_document(geometry, mode) + np.array([0, 1, *extra])
+    found = sampled(spans, geometry, mode, lengths, seed)
+    counts = found.present.sum(axis=1)
+    room = lengths // (2 * spans.max_tokens)
+    wanted = spans.num_anchors
+    assert counts.tolist() == [min(wanted, fit) if mode == "fewer_anchors" else wanted for fit in room]
+    for row, (count, length) in enumerate(zip(counts, lengths.tolist(), strict=True)):
+        assert found.present[row].tolist() == [True] * count + [False] * (wanted - count)
+        assert (found.anchors[row, count:] == 0).all()
+        assert (found.positives[row, count:] == 0).all()
+        longest = spans.max_tokens
+        if mode == "shrink_spans":
+            longest = min(longest, length // (2 * geometry.num_anchors))
+            assert longest >= geometry.min_tokens
+        assert longest == window_tokens(length, geometry, mode)
+        check_document(spans, length, longest, found.anchors[row, :count], found.positives[row, :count])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(setting=settings(), extra=st.integers(0, 300), seed=st.integers(0, 2**32))
+def test_a_short_document_has_the_spans_that_its_own_geometry_gives(mode, setting, extra, seed):
+    """Fewer anchors: as if that many were asked for. Shorter spans: as if they were the longest asked for."""
+    spans, geometry = setting
+    lengths = np.array([shortest_document(geometry, mode) + extra])
+    found = sampled(spans, geometry, mode, lengths, seed)
+    count, longest = int(found.present.sum()), window_tokens(int(lengths[0]), geometry, mode)
+    own = spans.model_copy(update={"num_anchors": count, "max_tokens": longest})
+    draws = draw(own, seed, np.zeros(1, np.int64), np.zeros(1, np.uint64))
+    starts = window_starts(int(lengths[0]), longest).astype(np.int64)
+    expected = place(own, draws, lengths, starts, np.array([0, len(starts)]))
+    assert np.array_equal(found.anchors[:, :count], expected.anchors)
+    assert np.array_equal(found.positives[:, :count], expected.positives)
+
+
+@given(settings(), st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_long_documents_have_the_same_spans_in_every_mode_and_any_batch(setting, extra, seed):
+    spans, geometry = setting
+    long = geometry.min_document_tokens + np.array(extra)
+    keys = np.arange(len(long), dtype=np.uint64)
+    expected = sampled(spans, geometry, "drop", long, seed, keys)
+    assert expected.present.all()
+    for mode in MODES:
+        short = np.array([shortest_document(geometry, mode)])  # ahead of the others
+        among = sampled(spans, geometry, mode, np.append(short, long), seed, np.append(np.uint64(99), keys))
+        assert np.array_equal(among.anchors[1:], expected.anchors)
+        assert np.array_equal(among.positives[1:], expected.positives)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "geometry", "message"),
+    [
+        ("drop", 47, GEOMETRY, ("47 tokens", "too short", "48")),
+        ("fewer_anchors", 23, GEOMETRY, ("23 tokens", "1 windows", "0 anchors")),
+        ("shrink_spans", 20, Geometry(num_anchors=1, max_tokens=12), ("2 windows", "1 anchors", "2")),
+        ("shrink_spans", 15, GEOMETRY, ("windows of 3 tokens", "min_tokens = 4", "lower")),
+        ("drop", 60, Geometry(num_anchors=2, max_tokens=6), ("windows of 6 tokens", "too short", "max_tokens = 12")),
+    ],
+)
+def test_a_document_that_the_mode_would_not_keep_is_an_error(mode, num_tokens, geometry, message):
+    spans = SpanConfig(num_anchors=2, num_positives=1, min_tokens=4, max_tokens=12)
+    with pytest.raises(ValueError, match=all_of(message)):
+        sampled(spans, geometry, mode, np.array([num_tokens]), 0)
 
 
 def pairs(config, lengths, longest, seed=0, keys=None):
@@ -281,10 +363,10 @@ def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
     for name, documents in texts.items():
         validator, encoder, held_out = scored(tmp_path / name, ["train " * 60, *documents])
         table = validator.held_out.shards.take(validator.rows)
-        touching = encoder.eval().embed(validator.collator.batch(table, np.full(len(table), 2**32 - 1)))
+        touching = encoder.eval().embed(validator.collator.collate(table, np.full(len(table), 2**32 - 1)).spans)
         assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the collator"
-        scores[name] = held_out.scores(np.arange(len(held_out.anchors), dtype=np.uint64))
-        assert held_out.reached.all()
+        scores[name] = validator.scores(encoder)
+        assert held_out[-1].all()
     one, many = scores.values()
     assert min(one["recall_at_1"], one["distant_recall_at_1"], many["recall_at_1"]) > 0.3
     assert many["distant_recall_at_1"] < 0.1

@@ -1,45 +1,54 @@
-"""One optimizer step: however the batch is cut and shared out, loss and gradient are those of the whole."""
+"""One optimizer step: losses that are not finite, metrics, AdamW and its rates, layers of an objective, wrong terms.
+
+test_gradients.py has the law that a step is equal however its batch is cut.
+"""
 
 import copy
-import dataclasses
-import functools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from cases import CASES, LENGTHS, PROJECTION, SENTENCES, collator_of, train_steps_of
 from groups import run_group
 from measures import deviation
 from messages import all_of, says
-from tiny import HALF, OBJECTIVES, SHORT_LENGTHS, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
-from tiny import contrastive as contrastive_loss
+from states import state_of
+from tiny import (
+    HALF,
+    OBJECTIVES,
+    contrastive,
+    documents,
+    rank_batch,
+    run_out_of_memory,
+    tiny_collator,
+    tiny_encoder,
+    tiny_train_step,
+    with_task,
+)
+from torch import nn
+from transformers import get_scheduler
 
 from declutr.common import seeding
-from declutr.pipeline.shards.shards import document_keys
+from declutr.common.errors import CheckpointError, UsageError
+from declutr.trainer import verify
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.plan import Plan
+from declutr.trainer.objectives.base import Objective
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.reducers import BucketedReducer
 from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.gradcache import GradCache, Microbatch
+from declutr.trainer.step.optim import UncorrectedAdamW, learning_rate, parameter_groups
 from declutr.trainer.step.step import NonFiniteLossError
 
-LENGTHS = [48, 70, 49, 131, 60]
-PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
-MODES = tuple(SHORT_LENGTHS)
 
-
-def setup(objective, lengths=LENGTHS, dtype=torch.float64, encoder=None, start=0, end=None, mode="drop", **settings):
+def setup(objective, dtype=torch.float64, encoder=None, start=0, end=None, **settings):
     config = DeclutrConfig(**objective)
     train_step = tiny_train_step(tiny_encoder(dtype=dtype, **(encoder or PROJECTION)), config, **settings)
-    if config.queue_size:
-        rows = torch.randn(9, train_step.encoder.embedding_size, generator=torch.Generator().manual_seed(5))
-        train_step.tasks[0].objective.queue = rows.to(dtype)
-    table = documents(lengths, 12, mode=mode)
-    if config.queue_size and config.excludes_same_document:  # some of the queue belong to documents of the batch
-        owners = torch.from_numpy(document_keys(table).view("int64")).repeat(9)[:9]
-        train_step.tasks[0].objective.queue_documents = owners + torch.tensor([0, 1] * 5)[:9]
-    return train_step, rank_batch(tiny_collator(config, mode=mode), table, start, end)
-
-
-def or_zeros(found, like):
-    return [torch.zeros_like(b) if a is None else a for a, b in zip(found, like, strict=True)]
+    return train_step, rank_batch(tiny_collator(config), documents(LENGTHS, 12), start, end)
 
 
 def same_parameters(encoder, before):
@@ -63,31 +72,6 @@ def apart(found, expected):
     return max(deviation(found[:2], expected[:2]), deviation(found[3], expected[3]))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
-@pytest.mark.parametrize(("layout", "mode"), [("packed", "drop"), ("padded", "drop"), *(("packed", m) for m in MODES)])
-def test_microbatches_do_not_change_the_gradient(objective, layout, mode):
-    how = {"encoder": {"layout": layout, **PROJECTION}, "mode": mode, "lengths": SHORT_LENGTHS.get(mode, LENGTHS)}
-    whole = gradients(*setup(objective, **how))
-    assert max(gradient.abs().max() for gradient in whole[3]) > 0
-    for tokens in (14, 60):
-        train_step, batch = setup(objective, **how, microbatch_tokens=tokens)
-        assert len(batch.spans.microbatches(tokens)) > 1
-        assert apart(gradients(train_step, batch), whole) < 1e-10
-
-
-def test_both_terms_are_a_sum():
-    """The gradient of both is that of one plus that of the other, on the same spans and masks."""
-    train_step, batch = setup({"masking": HALF})
-    both = gradients(train_step, batch)
-    embeddings, mlm_sum = train_step.encoder(batch.spans)
-    objective = train_step.tasks[0].objective
-    contrastive = contrastive_loss(objective, objective.views(embeddings, batch))
-    assert both[0] == contrastive.item()
-    parameters = list(train_step.encoder.parameters())
-    expected = torch.autograd.grad(contrastive + mlm_sum / len(batch.spans.labels), parameters, allow_unused=True)
-    assert deviation(both[3], or_zeros(expected, parameters)) < 1e-12
-
-
 def test_released_scaling_is_a_number_that_one_worker_repeats():
     """The gradient is mlm + contrastive / 4 whatever the number of workers; null is off."""
     off, scaled = (gradients(*setup({"masking": HALF, "reference_rank_scaling": number})) for number in (None, 4))
@@ -97,34 +81,10 @@ def test_released_scaling_is_a_number_that_one_worker_repeats():
     assert deviation(scaled[3], off[3]) > 1e-2
 
 
-def dropped_out(tokens, **encoder):
-    return setup({"masking": HALF}, encoder={"dropout": 0.3, **PROJECTION, **encoder}, microbatch_tokens=tokens)
-
-
-@pytest.mark.parametrize("encoder", [{}, {"attention_dropout": 0.0, "layout": "padded"}], ids=["packed", "padded"])
-def test_dropout_belongs_to_tokens_not_to_microbatches(encoder):
-    """Attention dropout included; the padded layout has torch's own there, which belongs to the microbatch."""
-    whole = gradients(*dropped_out(None, **encoder))
-    assert apart(gradients(*setup({"masking": HALF})), whole) > 1e-2  # it does drop something
-    for tokens in (14, 40):
-        assert apart(gradients(*dropped_out(tokens, **encoder)), whole) < 1e-10
-
-
-def test_packed_and_padded_drop_the_same():
-    layouts = (gradients(*dropped_out(40, attention_dropout=0.0, layout=layout)) for layout in ("packed", "padded"))
-    assert apart(*layouts) < 1e-10
-
-
-def test_dropout_differs_from_epoch_to_epoch():
-    train_step, first = dropped_out(None)
-    second = rank_batch(tiny_collator(train_step.tasks[0].objective.config), documents(LENGTHS, 12), epoch=1)
-    same_spans = dataclasses.replace(first, spans=dataclasses.replace(first.spans, keys=second.spans.keys))
-    assert apart(gradients(train_step, same_spans), gradients(train_step, first)) > 1e-3
-
-
 def test_the_padded_layouts_second_pass_replays_torchs_dropout():
     """Two passes equal one graph through all the pieces, each with its own seeded attention dropout."""
-    train_step, batch = dropped_out(40, layout="padded")
+    encoder = {"dropout": 0.3, **PROJECTION, "layout": "padded"}
+    train_step, batch = setup({"masking": HALF}, encoder=encoder, microbatch_tokens=40)
     pieces = batch.spans.microbatches(40)
     two_passes = gradients(train_step, batch)
     outputs = []
@@ -133,16 +93,16 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
         outputs.append(train_step.encoder(piece))
     embeddings, mlm_sum = torch.cat([e for e, _ in outputs]), sum(loss for _, loss in outputs)
     objective = train_step.tasks[0].objective
-    contrastive = contrastive_loss(objective, objective.views(embeddings, batch))
+    loss = contrastive(objective, objective.views(embeddings, batch))
     train_step.optimizer.zero_grad()
-    (contrastive + mlm_sum / two_passes[2]).backward()
-    one_graph = or_zeros([p.grad for p in train_step.encoder.parameters()], two_passes[3])
-    assert deviation(two_passes[:2], [contrastive, mlm_sum]) < 1e-12
+    (loss + mlm_sum / two_passes[2]).backward()
+    one_graph = [torch.zeros_like(p) if p.grad is None else p.grad for p in train_step.encoder.parameters()]
+    assert deviation(two_passes[:2], [loss, mlm_sum]) < 1e-12
     assert deviation(two_passes[3], one_graph) < 1e-10
 
 
 def test_a_step_leaves_the_global_generator_alone():
-    train_step, batch = dropped_out(40)
+    train_step, batch = setup({"masking": HALF}, encoder={"dropout": 0.3}, microbatch_tokens=40)
     state = torch.random.get_rng_state()
     train_step.step({"": batch}, 1)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -175,16 +135,6 @@ def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
     assert queue is None or torch.equal(train_step.tasks[0].objective.queue, queue)
 
 
-def test_training_lowers_the_loss():
-    """Twenty steps on one batch, bias-corrected AdamW: both terms fall."""
-    optim = OptimConfig(lr=1e-2)
-    train_step, batch = setup({"masking": HALF}, optim=optim, total_steps=20, encoder={})
-    metrics = [train_step.step({"": batch}, step) for step in range(1, 21)]
-    assert metrics[-1].terms["contrastive"] < 0.85 * metrics[0].terms["contrastive"]
-    assert metrics[-1].terms["mlm"] < 0.85 * metrics[0].terms["mlm"]
-    assert metrics[0].lr < metrics[1].lr == 1e-2 > metrics[2].lr > metrics[-1].lr
-
-
 def test_metrics_count_what_was_computed():
     for layout in ("packed", "padded"):
         train_step, batch = setup({"masking": HALF}, encoder={"layout": layout}, microbatch_tokens=150)
@@ -207,67 +157,9 @@ def test_autocast_changes_the_forward_alone(tokens):
     assert torch.cosine_similarity(flat, flat_low, dim=0) > 0.99
 
 
-def rank_results(comm, cases):
-    """This rank's view of each case: summed gradients, and after one more full step the metrics and parameters."""
-    results = []
-    for objective, lengths, tokens, mode in cases:
-        start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
-        encoder = {"dropout": 0.2, **PROJECTION}
-        given = {"comm": comm, "microbatch_tokens": tokens, "start": start, "end": end, "encoder": encoder}
-        train_step, batch = setup(objective, lengths, mode=mode, **given)
-        found = gradients(train_step, batch)
-        metrics = train_step.step({"": batch}, 1)
-        parameters = [p.detach().clone() for p in train_step.encoder.parameters()]
-        results.append((found, metrics, parameters, train_step.tasks[0].objective.queue))
-    return results
-
-
-WHOLE = ("both", "mlm", "by name")
-DIST_CASES = [
-    *((objective, LENGTHS, 60, "drop") for objective in OBJECTIVES.values()),
-    *((OBJECTIVES[name], LENGTHS, None, "drop") for name in WHOLE),
-    *((objective, SHORT_LENGTHS[mode], 40, mode) for objective in OBJECTIVES.values() for mode in MODES),
-    # With 3 ranks one has no document.
-    *((OBJECTIVES[name], LENGTHS[:2], tokens, "drop") for name in WHOLE for tokens in (None, 60)),
-    *((OBJECTIVES["both"], SHORT_LENGTHS[mode][:2], None, mode) for mode in MODES),
-]
-
-
-@functools.cache
-def single_results():
-    return rank_results(Communicator(), DIST_CASES)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_number_of_ranks_takes_the_same_step(size):
-    """5 documents over 2 and 3 ranks, 2 over 3; whole, microbatched, short; every objective; with dropout."""
-    ranks = run_group(size, rank_results, DIST_CASES)
-    for number, (expected, metrics, parameters, queue) in enumerate(single_results()):
-        case = DIST_CASES[number]
-        for results in ranks:
-            found, its_metrics, its_parameters, its_queue = results[number]
-            assert apart(found, expected) < 1e-10, case
-            assert its_metrics.loss == pytest.approx(metrics.loss, rel=1e-10), case
-            assert its_metrics.grad_norm == pytest.approx(metrics.grad_norm, rel=1e-10), case
-            for name in ("num_tokens", "num_selected", "flops", "lr"):
-                assert getattr(its_metrics, name) == getattr(metrics, name), case
-            assert its_metrics.terms == pytest.approx(metrics.terms, rel=1e-10), case
-            assert deviation(its_parameters, parameters) < 1e-10, case
-            assert (queue is None) == (its_queue is None)
-            assert queue is None or deviation([its_queue], [queue]) < 1e-10, case
-        for results in ranks[1:]:  # replicas may not drift apart by even one bit
-            assert all(torch.equal(a, b) for a, b in zip(ranks[0][number][2], results[number][2], strict=True))
-
-
-def scaled_and_failed(comm):
-    """Gradients by scaling; then one rank's loss is not finite: every rank must stop, none may wait for the others."""
+def failed(comm):
+    """One rank's loss is not finite: every rank must stop, none may wait for the others."""
     start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
-    found = [
-        gradients(*setup({**OBJECTIVES[name], "reference_rank_scaling": scaled}, comm=comm, start=start, end=end))
-        for name in ("contrastive", "mlm")
-        for scaled in (None, 4)
-    ]
     train_step, batch = setup({"terms": "mlm", "masking": HALF}, comm=comm, start=start, end=end)
     if comm.rank == 1:
         with torch.no_grad():
@@ -275,24 +167,237 @@ def scaled_and_failed(comm):
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
     with pytest.raises(NonFiniteLossError) as stopped:
         train_step.step({"": batch}, 1)
-    return found, str(stopped.value), same_parameters(train_step.encoder, before)
+    return str(stopped.value), same_parameters(train_step.encoder, before)
 
 
 @pytest.mark.dist
-def test_two_ranks_scale_as_released_and_fail_together():
-    for (contrastive, contrastive_scaled, mlm, mlm_scaled), message, same in run_group(2, scaled_and_failed):
-        assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
-        assert deviation([4 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
-        assert deviation(mlm_scaled[3], mlm[3]) == 0
+def test_two_ranks_fail_together():
+    for message, same in run_group(2, failed):
         says(message, "step 1", "loss nan")
         assert same
 
 
-def test_a_late_rank_does_not_shift_its_documents():
-    """Spans of documents 2..4 alone are those of the global batch: the seed and the document decide, not the place."""
-    collator, table = tiny_collator(DeclutrConfig(masking=HALF)), documents(LENGTHS, 12)
-    part, whole = rank_batch(collator, table, 2), rank_batch(collator, table)
-    anchors = part.spans.lengths[:6].sum()
-    before = int(whole.spans.lengths[:4].sum())
-    assert torch.equal(part.spans.input_ids[:anchors], whole.spans.input_ids[before : before + anchors])
-    assert (part.num_documents, part.num_rows) == (3, 6)
+def test_fused_update_without_bias_correction_equals_the_plain_one():
+    """The kernel's arithmetic and the equation's, which differ in rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
+    gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(4)]
+    found = []
+    for fused in (False, True):
+        held = [torch.nn.Parameter(w.clone()) for w in weights]
+        optimizer = UncorrectedAdamW(held, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, fused=fused)
+        for step in gradients:
+            for parameter, gradient in zip(held, step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        found.append([parameter.detach() for parameter in held])
+    assert deviation(found[0], weights) > 0
+    assert deviation(*found) < 1e-6
+
+
+NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.25])
+@pytest.mark.parametrize("steps", [1, 7, 50])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_rates_are_those_of_transformers(schedule, steps, warmup):
+    """The rate of each update, of which the first is that of the scheduler before its first step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
+    config = OptimConfig(lr=3e-5, schedule=schedule, warmup_ratio=warmup)
+    warmup_steps = -(-steps * round(100 * warmup) // 100)  # rounded up, as TrainingArguments does
+    scheduler = get_scheduler(NAMES[schedule], optimizer, warmup_steps, steps)
+    for step in range(1, steps + 1):
+        assert learning_rate(config, step, steps) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12, abs=1e-20)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_without_a_limit_gradients_are_not_scaled():
+    """The norm is reported, and the update is that of an unreachable limit."""
+    found = []
+    for limit in (None, 1e9, 1e-3):
+        train_step, batch = setup({"masking": HALF}, optim=OptimConfig(lr=1e-2, max_grad_norm=limit))
+        metrics = train_step.step({"": batch}, 1)
+        found.append((metrics.grad_norm, torch.cat([p.flatten() for p in train_step.encoder.parameters()])))
+    assert found[0][0] == found[1][0] == found[2][0] > 1e-3
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][1], found[2][1])
+
+
+def test_weights_of_normalisation_layers_of_any_kind_do_not_decay():
+    norms = torch.nn.RMSNorm(3), torch.nn.LayerNorm(3), torch.nn.BatchNorm1d(3), torch.nn.GroupNorm(1, 3)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), *norms)
+    decay, no_decay = parameter_groups(module, 0.1)
+    assert [id(p) for p in decay["params"]] == [id(module[0].weight)]
+    assert len(no_decay["params"]) == 8
+    module[0].weight.requires_grad_(False)
+    assert parameter_groups(module, 0.1)[0]["params"] == []
+
+
+def of_scd(comm=None, rows=slice(None), tokens=None, name="scd"):
+    """SCD, whose projector and BatchNorm are behind the gather, and a batch of some of its 7 sentences."""
+    [train_step] = train_steps_of(CASES[name], comm, tokens)
+    chosen = np.arange(7)[rows]
+    return train_step, collator_of(train_step.tasks[0]).collate(
+        SENTENCES.take(chosen).combine_chunks(), np.ones(len(chosen), np.int64)
+    )
+
+
+def test_layers_of_another_shape_are_refused(tmp_path):
+    train_step, _ = of_scd()
+    path = checkpoint.save(tmp_path, state_of(1), collect([train_step]))
+    train_step.tasks[0].objective.projector[3] = nn.Linear(12, 9, bias=False).double()
+    with pytest.raises(CheckpointError, match=all_of("objective.safetensors", "not fit")):
+        load(path, [train_step])
+
+
+def test_a_skipped_step_leaves_the_statistics_alone():
+    train_step, batch = of_scd()
+    train_step.step({"": batch}, 1)
+    before = {name: value.clone() for name, value in train_step.tasks[0].objective.state().items()}
+    with torch.no_grad():
+        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    with pytest.raises(NonFiniteLossError, match="nothing was updated"):
+        train_step.step({"": batch}, 2)
+    assert all(torch.equal(value, before[name]) for name, value in train_step.tasks[0].objective.state().items())
+
+
+WRONG_TERMS = [
+    (lambda _: {}, "returned {}; it must return a dict of one term or more"),
+    (lambda views: views.sum(), "it must return a dict"),
+    (lambda _: {"repulsion": 1.0}, "returned the term 'repulsion' as 1.0; it must be a scalar tensor"),
+    (lambda views: {"repulsion": views.sum(dim=(1, 2))}, r"torch.float64 of shape \[7\]; it must be a scalar"),
+    (lambda _: {"repulsion": torch.tensor(1)}, r"a torch.int64 of shape \[\]"),
+    (lambda views: {"repulsion": views.detach().sum()}, "has no gradient .* do not detach them"),
+    (lambda views: {"other": views.sum()}, r"\['other'\].* config\.metrics"),
+]
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+@pytest.mark.parametrize(("terms", "said"), WRONG_TERMS)
+def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
+    train_step, batch = of_scd(tokens=tokens)
+    train_step.tasks[0].objective.loss = lambda gathered: terms(gathered.views)
+    with pytest.raises(UsageError, match=said) as raised:
+        train_step.step({"": batch}, 1)
+    assert "objective scd: `loss` " in str(raised.value)
+
+
+def test_a_term_of_mlm_is_refused():
+    train_step, batch = of_scd(name="simcse with mlm")
+    train_step.tasks[0].objective.loss = lambda gathered: {"mlm": gathered.views.sum()}
+    with pytest.raises(UsageError, match="has the term 'mlm', which the trainer computes"):
+        train_step.step({"": batch}, 1)
+
+
+def detached_on_ranks(comm):
+    """The second of two ranks has no rows, so its part of the views never has a gradient."""
+    train_step, batch = of_scd(comm, slice(0, 0 if comm.rank else 7))
+    train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.detach().sum()}
+    with pytest.raises(UsageError) as refused:
+        train_step.step({"": batch}, 1)
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
+    assert all("not detach" in said for said in run_group(2, detached_on_ranks))
+
+
+def test_a_term_of_one_entry_is_a_scalar():
+    train_step, batch = of_scd()
+    train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.square().sum().reshape(1)}
+    assert train_step.step({"": batch}, 1).grad_norm > 0
+
+
+def test_views_of_another_shape_are_refused():
+    train_step, batch = of_scd()
+    rows = batch.num_rows
+    train_step.tasks[0].objective.views = lambda embeddings, _: embeddings
+    with pytest.raises(ValueError, match=all_of("objective scd", "`views`", f"[{rows}, 2, D]")):
+        train_step.step({"": batch}, 1)
+    objective = train_step.tasks[0].objective
+    objective.views = lambda embeddings, given: Objective.views(objective, embeddings[1:], given)
+    with pytest.raises(ValueError, match=all_of(f"{rows} rows", "2 views")):
+        train_step.step({"": batch}, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (torch.zeros(3, dtype=torch.int64), ("'label'", "torch.int64", "[3]", "[7]")),
+        (torch.zeros(7, dtype=torch.bool), ("'label'", "torch.bool")),
+    ],
+)
+def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
+    train_step, batch = of_scd()
+    with pytest.raises(UsageError, match=all_of("objective scd", said)):
+        train_step.step({"": replace(batch, facts={"label": values})}, 1)
+
+
+def facts_on_one_rank(comm):
+    train_step, batch = of_scd(comm, slice(3 * comm.rank, 3 + 4 * comm.rank))
+    facts = {"label": torch.arange(batch.num_rows)} if comm.rank else {}
+    with pytest.raises(UsageError) as refused:
+        train_step.step({"": replace(batch, facts=facts)}, 1)
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_facts_of_one_worker_only_are_refused_on_all():
+    first, second = run_group(2, facts_on_one_rank)
+    says(first, "collator", "worker 0", "none")
+    says(second, "collator", "worker 1", "label")
+
+
+def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
+    gradients = {"loss": torch.zeros(1), "weight": torch.full((2,), float("nan")), "bias": torch.ones(2)}
+    monkeypatch.setattr(verify, "_single", lambda *_: (gradients, 14))
+    config = TrainConfig(run="r", data="d", encoder={"from_config": {"model_type": "roberta"}})
+    found = list(verify.verify(config, 4, []))
+    assert found
+    assert not any(row.within for row in found)
+
+
+def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
+    """Memory ran out in the second backward, after the loss and a part of the gradient; both are computed again."""
+    found, weights = [], []
+    for fails in (True, False):
+        train_step, batch = of_scd(tokens=60)
+        train_step = with_task(train_step, microbatch=Microbatch(60, automatic=True))
+        if fails:
+            run_out_of_memory(train_step.encoder, 1)
+        train_step.step({"": batch}, 1)
+        assert (train_step.tasks[0].microbatch.max_tokens < 60) == fails
+        found.append(train_step.tasks[0].objective.state())
+        weights.append([parameter.detach().clone() for parameter in train_step.encoder.parameters()])
+    statistics = [[value for name, value in state.items() if "running" in name] for state in found]
+    assert deviation(*statistics) < 1e-12
+    assert deviation(*weights) < 1e-10
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens):
+    """Then all but the last microbatch are in the gradient, and the last one's forward is done."""
+    train_step, batch = of_scd(tokens=tokens)
+    calls, forward = [], train_step.encoder.forward
+
+    def counted(*given):
+        calls.append("forward" if torch.is_grad_enabled() else "without a graph")
+        return forward(*given)
+
+    train_step.encoder.forward = counted
+
+    class Announced(BucketedReducer):
+        def arm(self):
+            calls.append("announced")
+
+    task = train_step.tasks[0]
+    pieces = task._pieces(batch)
+    announced = replace(task, overlap=Announced(list(task.encoder.parameters())))
+    passes = GradCache(announced, 1, batch, pieces)
+    passes.differentiate(passes.embed(), passes.count())
+    assert (len(pieces) > 1) == (tokens is not None)
+    assert calls[-1] == "announced"
+    assert calls.count("forward") == len(pieces)

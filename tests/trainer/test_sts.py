@@ -21,7 +21,7 @@ from declutr.trainer.driver.checks import validation_problems
 from declutr.trainer.driver.export import verdict_of
 from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
-from declutr.trainer.metrics.sts import StsPairs, StsValidator
+from declutr.trainer.metrics.sts import StsValidator
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.objectives.scores import RowScore, choosing_rows, divide
 from declutr.trainer.parallel.communicator import Communicator
@@ -34,25 +34,25 @@ def pairs(number=9):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 20, (2 * number,), generator=generator).tolist()
     ids = [torch.randint(4, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in lengths]
-    return StsPairs(ids, [float(score) for score in torch.rand(number, generator=generator) * 5])
+    return ids, [float(score) for score in torch.rand(number, generator=generator) * 5]
 
 
 def score(comm, dense=False):
     torch.manual_seed(0)
     layers = [Dense(nn.Linear(16, 3).double(), nn.Tanh())] * dense
     encoder = tiny_encoder(dropout=0.5)
-    found = StsValidator(pairs(), layers, comm, torch.device("cpu")).scores(encoder)
+    found = StsValidator(*pairs(), layers, comm, torch.device("cpu")).scores(encoder)
     assert encoder.training
     return found["stsb_spearman"]
 
 
 def test_the_score_is_the_rank_correlation_of_cosines():
-    encoder, given = tiny_encoder(dropout=0.5).eval(), pairs()
-    alone = [StsValidator(StsPairs([text], [0.0]), [], Communicator(), torch.device("cpu")) for text in given.ids]
+    encoder, (ids, gold) = tiny_encoder(dropout=0.5).eval(), pairs()
+    alone = [StsValidator([text], [0.0], [], Communicator(), torch.device("cpu")) for text in ids]
     with torch.no_grad():
         vectors = torch.stack([encoder.hidden(one._batch(slice(0, 1))).mean(0) for one in alone])
     cosines = torch.cosine_similarity(vectors[:9], vectors[9:], dim=1).tolist()
-    assert score(Communicator()) == pytest.approx(100 * spearmanr(cosines, given.gold).statistic, rel=1e-9)
+    assert score(Communicator()) == pytest.approx(100 * spearmanr(cosines, gold).statistic, rel=1e-9)
     assert score(Communicator(), dense=True) != score(Communicator())
 
 
@@ -63,7 +63,7 @@ def test_workers_share_the_pairs():
 
 def test_equal_embeddings_score_zero_and_broken_ones_nothing():
     encoder = tiny_encoder()
-    validator = StsValidator(StsPairs([[5, 6]] * 4, [1.0, 2.0]), [], Communicator(), torch.device("cpu"))
+    validator = StsValidator([[5, 6]] * 4, [1.0, 2.0], [], Communicator(), torch.device("cpu"))
     assert validator.scores(encoder) == {"stsb_spearman": 0.0}
     with torch.no_grad():
         encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")

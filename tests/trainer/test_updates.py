@@ -29,14 +29,13 @@ from tiny import (
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel.communicator import Communicator, reduce_by_doubling
+from declutr.trainer.parallel.communicator import Agreement, Communicator, Request, reduce_by_doubling
 from declutr.trainer.parallel.reducers import BucketedReducer
-from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch, MicrobatchError, out_of_memory
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import NonFiniteLossError, NonFiniteLosses
-from declutr.trainer.worker.scheduler import TaskScheduler, read
+from declutr.trainer.worker.loop import begin, read
 
 
 def train_step(late, corrected=False):
@@ -84,12 +83,11 @@ def test_a_bad_loss_changes_nothing(corrected):
 
 def test_skipped_steps_are_counted_when_they_are_read():
     one = dataclasses.replace(train_step(True), nonfinite_losses=NonFiniteLosses(skip=True, most_in_a_row=1))
-    scheduler = TaskScheduler([one])
     one.encoder.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    first, second = scheduler.begin({"": batch(1)}, 1), scheduler.begin({"": batch(2)}, 2)
-    assert scheduler.main.nonfinite_losses.skipped == 0
+    first, second = begin([one], {"": batch(1)}, 1), begin([one], {"": batch(2)}, 2)
+    assert one.nonfinite_losses.skipped == 0
     assert read(first).skipped
-    assert scheduler.main.nonfinite_losses.skipped == 1
+    assert one.nonfinite_losses.skipped == 1
     with pytest.raises(NonFiniteLossError, match="max_skipped_steps = 1"):
         read(second)
 
@@ -108,9 +106,17 @@ def test_failed_allocation_of_a_library_is_recognised(message):
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
-def test_settings_that_change_the_result_change_the_hash():
-    config = {"run": "r", "data": "d", "encoder": {"pretrained": "x"}}
+def test_settings_that_change_the_result_change_the_hash_and_no_others():
+    config = {"run": "r", "data": "d", "encoder": {"pretrained": "x"}, "export": "best"}
     plain = TrainConfig.model_validate(config).hash()
+    online = {"mode": "online", "base_url": "https://x.org", "project": "p"}
+    for unchanged in (
+        {"on_nonfinite_loss": "skip"},
+        {"metrics": {"wandb": online}},
+        {"scaling": {"elastic_determinism": True}},
+        {"validation": {"patience": 3}},
+    ):
+        assert TrainConfig.model_validate(config | unchanged).hash() == plain
     for changed in (
         {"precision": "bf16"},
         {"encoder": {"pretrained": "x", "num_trainable_layers": 2}},
@@ -120,6 +126,7 @@ def test_settings_that_change_the_result_change_the_hash():
         {"optim": {"max_grad_norm": None}},
         {"validation": {"stsb": "sts"}},
         {"validation": {"data": "other"}},
+        {"validation": {"score": "mrr"}},
         {"objective": {"reference_rank_scaling": 4}},
     ):
         assert TrainConfig.model_validate(config | changed).hash() != plain
@@ -196,7 +203,7 @@ def setup(comm, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=409
     if overlap:
         body = list(train_step.encoder.model.base_model.parameters())
         heads = [p for p in train_step.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
-        sums = BucketedReducer(comm, [*heads, *body], compressed, bytes)
+        sums = BucketedReducer([*heads, *body], compressed, bytes)
         train_step = with_task(train_step, overlap=sums)
     start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
     return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)

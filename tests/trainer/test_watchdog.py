@@ -3,19 +3,21 @@
 import os
 import signal
 import socket
+import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 import tinyruns as runs
-import torch
 from messages import says
 
-from declutr.trainer.driver.checks import ray_problems
+from declutr.trainer.driver import supervisor
 from declutr.trainer.driver.supervisor import Signals
-from declutr.trainer.driver.watchdog import SlowStart, Watchdog
+from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.backend import _signalled, listen
 from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, period
 from declutr.trainer.worker.entry import Listener
-from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.heartbeat import Heartbeat, Watchdog
 
 
 def heartbeat(rank, step=7, phase="forward", group="g", **more):
@@ -30,6 +32,9 @@ def heartbeat(rank, step=7, phase="forward", group="g", **more):
         "steps": 7,
         "phase": phase,
         "written": 0.0,
+        "line": None,
+        "logged": [],
+        "num_logged": 0,
     } | more
 
 
@@ -111,12 +116,13 @@ def test_a_heartbeat_has_step_and_phase():
     assert (heartbeat.step, heartbeat.steps, heartbeat.phase) == (2, 2, "data")
 
 
-def test_a_signal_is_told_with_the_workers_name():
+def test_a_signal_is_told_with_the_workers_name_also_without_a_session():
     before = signal.getsignal(signal.SIGTERM)
     heartbeat = Heartbeat(3, 4)
     try:
         listen()
         with Listener(ControlChannel("of no session"), heartbeat) as listener:
+            listener.look()
             assert listener.notice() is None
             signal.raise_signal(signal.SIGTERM)
             name = f"SIGTERM to worker 3 (host {socket.gethostname()}, pid {os.getpid()})"
@@ -127,37 +133,32 @@ def test_a_signal_is_told_with_the_workers_name():
         _signalled.clear()
 
 
-def test_a_slow_start_is_told_once_a_minute_until_its_first_step():
-    slow = SlowStart(began=100.0)
-    assert slow.look([], 159.0) is None
-    says(slow.look([], 160.0), "60 s", "none")
-    assert slow.look([], 161.0) is None
-    two = [heartbeat(0, steps=0, phase="starting"), heartbeat(1, steps=0, phase="data")]
-    says(slow.look(two, 220.5), "120 s", "1 data, 1 starting")
-    assert slow.look([heartbeat(0, steps=1), two[1]], 300.0) is None
-    assert slow.look(two[:1], 400.0) is None, "after a step, a group that grows is no slow start"
+def test_a_start_without_a_step_is_logged_until_its_first_step(tmp_path, monkeypatch, log):
+    looks = [
+        [],
+        [heartbeat(0, steps=0, phase="starting"), heartbeat(1, steps=0, phase="data")],
+        [heartbeat(0, steps=1)],
+    ]
+    monkeypatch.setattr(supervisor, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "_SLOW_SECONDS", 0.0)
+    plan = RunPlan(runs.least_config(), tmp_path, {}, {}, None, {})
+    monkeypatch.setattr(RunPlan, "total_steps", 6)
+    monkeypatch.setattr(RunPlan, "for_workers", lambda _: {"config": {"run": "r"}})
+    fit = Future()
 
+    class Reader:
+        draining, stop_reason, answered = None, None, time.monotonic()
 
-def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    workers = torch.cuda.device_count() + 1
-    config = runs.train_config("data", tmp_path, scaling={"device": "cuda", "num_workers": workers})
-    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
-    says(problem, "scaling.device = cuda", f"{workers} workers", "GPU")
-    auto = runs.train_config("data", tmp_path, scaling={"device": "auto", "num_workers": workers})
-    assert ray_problems(auto.scaling, tmp_path, own_session=True) == []
-    (tmp_path / "summary.json").write_text("{}")
-    assert ray_problems(config.scaling, tmp_path, own_session=True) == []
+        @property
+        def heartbeats(self):
+            return looks[len(log)]
 
-
-def test_a_cluster_that_does_not_answer_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    config = runs.train_config("data", tmp_path)
-    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
-    says(problem, "RAY_ADDRESS = 127.0.0.1:1", "no Ray cluster")
-    named = runs.train_config("data", tmp_path, scaling={"address": "127.0.0.1:2"})
-    (problem,) = ray_problems(named.scaling, tmp_path, own_session=True)
-    says(problem, "scaling.address = 127.0.0.1:2", "no Ray cluster")
+    supervised = supervisor.Supervisor(plan, Signals(), 0.0, None)
+    threading.Timer(0.5, fit.set_result, [None]).start()
+    assert supervised._watch(fit, Reader()) is None
+    first, second = log
+    says(first, "no step yet after 0 s", "none")
+    says(second, "1 data, 1 starting")
 
 
 @pytest.mark.slow
@@ -204,12 +205,6 @@ def test_under_nohup_a_hangup_is_nothing():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_listener_without_a_session_goes_on():
-    with Listener(ControlChannel("of no session"), Heartbeat(0, 1)) as listener:
-        listener.look()
-        assert listener.notice() is None
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, EVERY_SECONDS), (256, EVERY_SECONDS), (512, 1.0), (10_000, 2.0)])

@@ -6,6 +6,7 @@ NAME.objective.safetensors, NAME.frontend.safetensors if it reads patches, and N
 its own update. Nothing in it is pickled.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -14,11 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from declutr.common.config import first_problem
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.common.storage import atomic_folder, read_json, write_json
-from declutr.trainer.checkpoints.state import RunState, has_checksum
+from declutr.trainer.checkpoints.state import XXH3, RunState
 
 if TYPE_CHECKING:  # reading a state needs no torch
     from torch import Tensor
@@ -66,7 +69,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
 def discard(path: Path) -> None:
     """Deletes a checkpoint, renamed first, so that a kill leaves nothing that looks like a checkpoint."""
     gone = path.with_name(f".{path.name}.gone.tmp")
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)  # of a call that was killed
     path.rename(gone)
     shutil.rmtree(gone)
 
@@ -81,16 +84,26 @@ def read_state(path: Path, verify: bool = True) -> RunState:
     name = STATE
     try:
         state = RunState.model_validate(read_json(path / STATE), strict=True)
-        _check_state(path, state)
+        match = _NAME.fullmatch(path.name)
+        if match and state.step != int(match[1]):
+            raise CheckpointError(f"{path}: {STATE} is damaged (it names step {state.step})")
+        listed = state.files.keys() & state.sizes.keys()
+        unknown = ({file.name for file in path.glob("*.safetensors")} | state.files.keys()) - listed
+        if unknown or not listed:
+            of = ", ".join(sorted(unknown)) or "any file"
+            raise CheckpointError(f"{path}: {STATE} is damaged (no checksum or size of {of})")
         for name, expected in state.files.items():
             status = (path / name).stat()
             size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
                 raise CheckpointError(f"{path}: {name} is a pipe or a device, not a file")
             if size != state.sizes[name]:
                 raise CheckpointError(f"{path}: {name} is truncated or altered ({size} bytes, not {state.sizes[name]})")
-            if verify and not has_checksum(path / name, expected):
-                raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
+            if verify:
+                with (path / name).open("rb") as stream:
+                    checksum = XXH3 + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+                if checksum != expected:
+                    raise CheckpointError(f"{path}: {name} is truncated or altered (checksum differs)")
     except CheckpointError:
         raise
     except FileNotFoundError as error:
@@ -102,22 +115,6 @@ def read_state(path: Path, verify: bool = True) -> RunState:
         why = first_problem(error, RunState)
         raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({why})") from error
     return state
-
-
-def _check_state(path: Path, state: RunState) -> None:
-    """Compares a state with its folder.
-
-    Raises:
-        CheckpointError: it names a different step, or lacks the checksum or the size of a file.
-    """
-    match = _NAME.fullmatch(path.name)
-    if match and state.step != int(match[1]):
-        raise CheckpointError(f"{path}: {STATE} is damaged (it names step {state.step})")
-    listed = state.files.keys() & state.sizes.keys()
-    unknown = ({file.name for file in path.glob("*.safetensors")} | state.files.keys()) - listed
-    if unknown or not listed:
-        of = ", ".join(sorted(unknown)) or "any file"
-        raise CheckpointError(f"{path}: {STATE} is damaged (no checksum or size of {of})")
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -133,10 +130,10 @@ def steps_in(folder: Path) -> list[int]:
     return steps_among(names)
 
 
-def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
+def states_in(folder: Path, warn: bool = False) -> Iterator[tuple[int, RunState]]:
     """Steps and states of the checkpoints whose state can be read, in order; their files are not verified.
 
-    Other checkpoints are skipped silently; the resume of a run logs them.
+    Others are skipped, with a warning if `warn` says so; the resume of a run warns of those it looks at.
 
     Raises:
         OSError: as `steps_in`.
@@ -144,7 +141,9 @@ def states_in(folder: Path) -> Iterator[tuple[int, RunState]]:
     for step in steps_in(folder):
         try:
             state = read_state(checkpoint_path(folder, step), verify=False)
-        except CheckpointError:
+        except CheckpointError as error:
+            if warn:
+                get_logger().warning("skipping a broken checkpoint: %s", error)
             continue
         yield step, state
 
@@ -157,7 +156,14 @@ def steps_among(names: Iterable[str]) -> list[int]:
 def find_latest(
     folder: Path, expected: Mapping[str, str] | None = None, verify: bool = True
 ) -> tuple[Path, RunState] | None:
-    """Finds the newest checkpoint that verifies and logs each one it skips; None: no checkpoint verifies.
+    """Finds the newest checkpoint that verifies; as `first_whole`."""
+    return first_whole(folder, reversed(steps_in(folder)), expected, verify)
+
+
+def first_whole(
+    folder: Path, steps: Iterable[int], expected: Mapping[str, str] | None = None, verify: bool = True
+) -> tuple[Path, RunState] | None:
+    """Finds the first of these checkpoints that verifies and logs each one it skips; None: no checkpoint verifies.
 
     `expected` has fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
     `verify` is as for `read_state`.
@@ -166,11 +172,11 @@ def find_latest(
         UnreadableError: none verifies and the storage failed, so an unread checkpoint may be intact.
     """
     unreadable: UnreadableError | None = None
-    for step in reversed(steps_in(folder)):
+    for step in steps:
         path = checkpoint_path(folder, step)
         try:
             for field, value in (expected or {}).items():
-                other = getattr(read_state(path, verify=False), field)
+                other = getattr(read_state(path, verify=False), field)  # before gigabytes are hashed
                 if other != value:
                     raise CheckpointError(f"{path}: {STATE} is of another run ({field} {other[:16]}, not {value[:16]})")
             return path, read_state(path, verify)

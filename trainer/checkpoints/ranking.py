@@ -3,33 +3,13 @@
 Every decision follows from files, so a resumed run decides like one that was never stopped.
 """
 
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from declutr.common.console.logs import get_logger
 from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.parallel.request import Request
-
-
-def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
-    """Finds the checkpoint with the highest score among those that verify; the earliest of equal scores."""
-    best: tuple[float, Path, RunState] | None = None
-    for step in checkpoint.steps_in(folder):
-        path = checkpoint.checkpoint_path(folder, step)
-        try:
-            state = checkpoint.read_state(path)
-        except CheckpointError as error:
-            get_logger().warning("skipping a broken checkpoint: %s", error)
-            continue
-        value = state.scores.get(score)
-        if value is not None and (best is None or value > best[0]):
-            best = value, path, state
-    return None if best is None else best[1:]
 
 
 def history(run: Path, score: str, step: int) -> dict[int, float]:
@@ -46,65 +26,34 @@ def from_best(scores: Mapping[int, float]) -> list[int]:
     return sorted(scores, key=lambda step: (-scores[step], step))
 
 
-@dataclass(frozen=True)
-class BestScore:
-    """The best score of a run.
+def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
+    """Finds the checkpoint with the highest score among those that verify; the earliest of equal scores.
 
-    Attributes:
-        step: step with the best score; the earliest of equal scores.
-        score: the best score.
-        since: number of scores of later steps, none of them better.
+    Logs each one that it skips, because it may have been the best.
     """
-
-    step: int
-    score: float
-    since: int
-
-    @staticmethod
-    def of(scores: Mapping[int, float]) -> "BestScore | None":
-        """The best of scores by step; None without scores."""
-        if not scores:
-            return None
-        step = from_best(scores)[0]
-        return BestScore(step, scores[step], sum(at > step for at in scores))
-
-    def reason(self, score: str, patience: int | None) -> str:
-        """A sentence on why a run has ended early, with its `validation.score` and `validation.patience`."""
-        return (
-            f"{score} was best after step {self.step} ({self.score:.4g}), and none of the {self.since} scores "
-            f"since is better (validation.patience = {patience})"
-        )
+    states = checkpoint.states_in(folder, warn=True)
+    scores = {step: state.scores[score] for step, state in states if score in state.scores}
+    return checkpoint.first_whole(folder, from_best(scores))
 
 
-class EarlyStopping:
-    """Ends the run when its scores no longer improve. Only the first worker's instance receives scores.
+def early_end(scores: Mapping[int, float], score: str, patience: int | None) -> str | None:
+    """The reason why a run with these scores by step ends early; None: it goes on, as always without a patience.
 
-    Without a patience the run never stops early.
-
-    Attributes:
-        request: EARLY when the run is to end.
+    Args:
+        scores: held-out scores by step.
+        score: `validation.score`.
+        patience: `validation.patience`.
     """
-
-    def __init__(self, run: Path, score: str, patience: int | None) -> None:
-        self.request = Request(0)
-        self._run, self._score, self._patience = run, score, patience
-        self._scores: dict[int, float] = {}
-
-    def resume(self, step: int) -> None:
-        """Reads the scores up to a step from the run's files."""
-        if self._patience is not None:
-            self._judge(history(self._run, self._score, step))
-
-    def measured(self, step: int, scores: Mapping[str, float]) -> None:
-        """Adds the held-out scores of a step."""
-        if self._score in scores and step:
-            self._judge({**self._scores, step: scores[self._score]})
-
-    def _judge(self, scores: dict[int, float]) -> None:
-        self._scores = scores
-        now, patience = BestScore.of(scores), self._patience
-        spent = patience is not None and now is not None and now.since >= patience
-        self.request = Request.EARLY if spent else Request(0)
+    if patience is None or not scores:
+        return None
+    best = from_best(scores)[0]
+    since = sum(step > best for step in scores)  # `from_best` has the earliest of equals: an equal score is no better
+    if since < patience:
+        return None
+    return (
+        f"{score} was best after step {best} ({scores[best]:.4g}), and none of the {since} scores since is better "
+        f"(validation.patience = {patience})"
+    )
 
 
 def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, list[str]]:
@@ -144,7 +93,7 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
             state = checkpoint.read_state(checkpoint.checkpoint_path(folder, step), verify=False)
         except UnreadableError:  # decide at the next call
             stay.add(step)
-        except CheckpointError:
+        except CheckpointError:  # broken: deleted below
             continue
         else:
             if step > newest:
@@ -155,13 +104,3 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))
-
-
-def sweep(folder: Path) -> None:
-    """Deletes what killed writers left half-written; no other writer runs now.
-
-    Raises:
-        OSError: the storage does not answer.
-    """
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path)

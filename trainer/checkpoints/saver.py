@@ -2,8 +2,6 @@
 
 Only rank 0 has a saver. The training thread copies the tensors between two steps (`reuse_memory`, `submit`) and
 continues. The writer makes the checkpoint; when the storage fails it retries, with the newest copy.
-
-Retries while a storage fails: their pauses, their time limit and their log lines.
 """
 
 import json
@@ -28,6 +26,9 @@ from declutr.trainer.checkpoints.state import XXH3, CheckpointConfig, RunState
 
 _BACK_OFF_SECONDS = (0.5, 15.0)
 _MIB = 2**20
+_NICENESS = 10  # at 19 a write takes five times as long, for little (docs/evidence/log.md)
+_UNHURRIED_SECONDS = 60.0  # a write that takes longer hangs
+_BEAT_SECONDS = 1.0  # between two looks: a storage that hangs notifies nobody
 
 
 @dataclass(frozen=True)
@@ -36,57 +37,6 @@ class Job:
 
     state: RunState
     contents: Contents
-
-
-class StorageRetry:
-    """Counts the failures of a storage until a write succeeds; it may fail for `storage_retry_seconds`."""
-
-    def __init__(self, folder: Path, storage_retry_seconds: float, clock: Callable[[], float]) -> None:
-        self.folder = folder
-        self.storage_retry_seconds = storage_retry_seconds
-        self.clock = clock
-        self.since: float | None = None
-        self.tries = 0
-        self.number: int | None = None
-
-    def failed(self, job: Job, error: OSError) -> float | None:
-        """Seconds until the next attempt, or None if the time limit is reached. Logs an error that is new."""
-        now = self.clock()
-        self.since = now if self.since is None else self.since
-        left = self.since + self.storage_retry_seconds - now
-        if left <= 0:
-            return None
-        if self.tries == 0 or error.errno != self.number:
-            get_logger().warning("%s. Training continues; retrying for %.0f s", self.message(job, error), left)
-        self.tries, self.number = self.tries + 1, error.errno
-        shortest, longest = _BACK_OFF_SECONDS
-        return min(longest, left, shortest * 2.0 ** (self.tries - 1))
-
-    def over(self, job: Job) -> None:
-        """Resets the count after a successful write."""
-        if self.since is not None:
-            message = "the checkpoint of step %d is written, after %d attempts in %.0f s"
-            get_logger().info(message, job.state.step, self.tries + 1, self.clock() - self.since)
-        self.since, self.tries, self.number = None, 0, None
-
-    def message(self, job: Job, error: OSError) -> str:
-        """Names the error, the space needed and the free space."""
-        if isinstance(error, RemoteError):
-            return f"the checkpoint of step {job.state.step} cannot be sent ({error})"
-        needed = sum(tensor.nbytes for file in job.contents.values() for tensor in file.values()) / _MIB
-        try:
-            free = f"{shutil.disk_usage(self.folder.parent).free / _MIB:.1f} MiB are free"
-        except OSError:
-            free = "the free space is unknown"
-        return (
-            f"the checkpoint of step {job.state.step} cannot be written to {self.folder} ({error.strerror or error}): "
-            f"it needs {needed:.1f} MiB, {free}"
-        )
-
-
-_NICENESS = 10
-_UNHURRIED_SECONDS = 60.0
-_BEAT_SECONDS = 1.0
 
 
 class Saver:
@@ -134,6 +84,9 @@ class Saver:
         self._closed = False
         self._failure: str | None = None
         self._error: BaseException | None = None
+        self._failing_since: float | None = None  # of the writer alone, as the next two; None after a success
+        self._tries = 0
+        self._errno: int | None = None  # of the newest failure
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
         self._thread.start()
 
@@ -216,16 +169,14 @@ class Saver:
 
     def _run(self) -> None:
         _lower_priority()
-        retry = StorageRetry(self.folder, self.config.storage_retry_seconds, self._clock)
         try:
             while (job := self._next()) is not None:
                 try:
                     self._write(job)
                 except OSError as error:
-                    if not self._wait_out(retry, job, error):
+                    if not self._wait_out(job, error):
                         return
                 else:
-                    retry.over(job)
                     self._done(job)
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             with self._changed:
@@ -243,7 +194,8 @@ class Saver:
         if job is not self._saved_job:  # otherwise only `after` failed
             self._before()
             try:
-                ranking.sweep(self.folder)  # before the write, which may need their room
+                for left in self.folder.glob(".step-*.tmp"):  # no other writer runs now; the write may need their room
+                    shutil.rmtree(left)
             except OSError as error:
                 get_logger().warning("remains of a killed writer in %s stay (%s)", self.folder, error.strerror)
             checkpoint.save(self.folder, job.state, job.contents)
@@ -256,6 +208,10 @@ class Saver:
             self._after(job.state.step)
 
     def _done(self, job: Job) -> None:
+        if self._failing_since is not None:
+            message = "the checkpoint of step %d is written, after %d attempts in %.0f s"
+            get_logger().info(message, job.state.step, self._tries + 1, self._clock() - self._failing_since)
+        self._failing_since, self._tries, self._errno = None, 0, None
         with self._changed:
             self._writing_since = None
             self.written = job.state.step
@@ -263,15 +219,42 @@ class Saver:
                 self._job = None
             self._changed.notify_all()
 
-    def _wait_out(self, retry: StorageRetry, job: Job, error: OSError) -> bool:
+    def _wait_out(self, job: Job, error: OSError) -> bool:
         """Pauses after a failure; False means give up. A newer copy may replace this one during the pause."""
-        pause = retry.failed(job, error)
+        pause = self._pause_after(job, error)
         with self._changed:
             self._writing_since, self._pausing = None, True
             if pause is None:
-                self._failure = retry.message(job, error)
+                self._failure = self._message(job, error)
             self._changed.notify_all()
             return pause is not None and not self._changed.wait_for(lambda: self._closed, pause)
+
+    def _pause_after(self, job: Job, error: OSError) -> float | None:
+        """Seconds until the next attempt, or None if the time limit is reached. Logs an error that is new."""
+        now = self._clock()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        left = self._failing_since + self.config.storage_retry_seconds - now
+        if left <= 0:
+            return None
+        if self._tries == 0 or error.errno != self._errno:
+            get_logger().warning("%s. Training continues; retrying for %.0f s", self._message(job, error), left)
+        self._tries, self._errno = self._tries + 1, error.errno
+        shortest, longest = _BACK_OFF_SECONDS
+        return min(longest, left, shortest * 2.0 ** (self._tries - 1))
+
+    def _message(self, job: Job, error: OSError) -> str:
+        """Names the error, the space needed and the free space."""
+        if isinstance(error, RemoteError):  # the free space here does not matter
+            return f"the checkpoint of step {job.state.step} cannot be sent ({error})"
+        needed = sum(tensor.nbytes for file in job.contents.values() for tensor in file.values()) / _MIB
+        try:
+            free = f"{shutil.disk_usage(self.folder.parent).free / _MIB:.1f} MiB are free"
+        except OSError:
+            free = "the free space is unknown"
+        return (
+            f"the checkpoint of step {job.state.step} cannot be written to {self.folder} ({error.strerror or error}): "
+            f"it needs {needed:.1f} MiB, {free}"
+        )
 
 
 def _lower_priority() -> None:
@@ -321,7 +304,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     try:
         written = _write(handle, memoryview(_header(names, tensors)), digest, 0)
         for name in names:
-            written = _write(handle, _raw(tensors[name]), digest, written)
+            written = _write(handle, tensors[name].reshape(-1).view(torch.uint8).numpy().data, digest, written)
         os.fsync(handle)
         size = os.fstat(handle).st_size
         if size != written:
@@ -339,12 +322,8 @@ def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # safetensors aligns tensors to 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(handle: int, raw: memoryview, digest: xxhash.xxh3_128, at: int) -> int:
@@ -354,7 +333,7 @@ def _write(handle: int, raw: memoryview, digest: xxhash.xxh3_128, at: int) -> in
         digest.update(chunk)
         done = 0
         while done < len(chunk):
-            done += os.write(handle, chunk[done:])
+            done += os.write(handle, chunk[done:])  # a nearly full disk takes a part
         if len(chunk) == _CHUNK_BYTES:  # smaller pieces wait for the last fsync
             os.fdatasync(handle)
             if hasattr(os, "posix_fadvise"):

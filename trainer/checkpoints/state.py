@@ -1,18 +1,15 @@
 """State of a run in addition to its weights: one record, from which everything else is computed."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import xxhash
 from pydantic import ConfigDict, Field, model_validator
 
 from declutr.common.config import Strict
 from declutr.common.errors import DamagedError
 from declutr.common.storage import hash_json, read_record
-from declutr.pipeline.shards.manifest import Manifest, data_hash
 from declutr.trainer.metrics.config import Interval, steps_between
 
 Rows = list[float] | list[list[float]]
@@ -64,29 +61,9 @@ class RunState(Strict):
     tasks_skipped: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     """The same two numbers of each auxiliary task with its own update, if it skipped steps."""
 
-    @property
-    def identity(self) -> str:
-        """Identity of the checkpoint, which differs if a repeated step has different weights."""
-        return hash_json(self.files)
-
-
-def has_checksum(path: Path, checksum: str) -> bool:
-    """Compares a file with its checksum.
-
-    Raises:
-        OSError: the storage failed.
-    """
-    with path.open("rb") as stream:
-        return XXH3 + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() == checksum
-
-
-def data_hashes(manifests: Mapping[str, Manifest]) -> dict[str, str]:
-    """Identity of each task's data by its name; the main task has the name ""."""
-    return {name: data_hash(manifest) for name, manifest in manifests.items()}
-
 
 def joint_hash(hashes: Mapping[str, str]) -> str:
-    """Identity of a run's data, from `data_hashes`."""
+    """Identity of a run's data, from the hash of each task's shards by its name; the main task has the name ""."""
     return hashes[""] if len(hashes) == 1 else hash_json(hashes)
 
 
@@ -123,7 +100,7 @@ def read_settings(folder: Path) -> ExportSettings:
         OSError: the file is missing or cannot be read.
     """
     settings = read_record(folder / SETTINGS, ExportSettings)
-    raw = read_record(folder / SETTINGS, dict[str, Any])
+    raw = read_record(folder / SETTINGS, dict[str, Any])  # the hash is of all keys, also of later versions
     if raw.pop("hash", None) != hash_json(raw):
         raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
     return settings

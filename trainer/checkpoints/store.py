@@ -4,54 +4,27 @@ The files in the store are the run. The folder on a host is a copy; files that w
 """
 
 import fcntl
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import DEFAULT_RETRIES, Folder, RetryPolicy
+from declutr.common.stores.folder import RETRY_SECONDS, Folder
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import METRICS
 
-if TYPE_CHECKING:  # the driver needs no torch
-    from declutr.trainer.parallel.communicator import Communicator
-
 Newest = tuple[Path, RunState] | None
 
 
-def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
+def store_of(address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> "RunStore | None":
     """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
-    return RunStore(Folder(address, retries), folder) if is_remote(address) else None
-
-
-def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicator") -> None:
-    """Fetches the newest checkpoint that verifies to the hosts of all workers, and deletes other local checkpoints.
-
-    `expected` is as for `checkpoint.find_latest`.
-
-    Raises:
-        AlteredError: a checkpoint that verified on the first worker does not verify on this one.
-        RemoteError: the store refuses, or did not answer in time.
-        UnreadableError: the disk of this host fails.
-    """
-    newest = store.fetch(expected=expected) if comm.rank == 0 else None
-    step = comm.all_reduce_max(0 if newest is None else newest[1].step)
-    if step and comm.rank != 0:
-        store.fetch_step(step)
-
-
-def after_save(address: str, folder: Path, config: CheckpointConfig, score: str) -> Callable[[int], None] | None:
-    """A function that sends the checkpoint of a step from this host, without retries; None for a run in a folder."""
-    store = store_of(address, folder, RetryPolicy(total_seconds=0.0))  # the saver retries
-    return None if store is None else partial(store.save, config, score)
+    return RunStore(Folder(address, retry_seconds), folder) if is_remote(address) else None
 
 
 class RunStore:
@@ -107,16 +80,24 @@ class RunStore:
 
         Earlier ones that are kept and were never sent, because the store did not answer then, are sent first.
         """
+        # of TensorBoard the newest file: earlier starts have sent theirs
         self.send(
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
         if self._there(step).is_whole():  # skipped as broken at the start; the run has now reached its step again
             self._there(step).clear()
         self._states.pop(step, None)
-        for unsent in (*self._missed(config, score, step), step):
-            self._there(unsent).send(self._here(unsent))
+        sent = self._scores([other for other in self._steps() if other <= step], score)
+        here = {other: state.scores.get(score) for other, state in checkpoint.states_in(self.folder / CHECKPOINTS)}
+        keep = ranking.kept({other: value for other, value in (here | sent).items() if other <= step}, config)
+        for other in dict.fromkeys([*keep, step]):  # the newest also if its state cannot be read here now
+            if other not in sent:
+                self._there(other).send(self._here(other))
         try:
-            self._prune(config, score, step)
+            for other in self._steps():
+                if other < step and other not in keep:  # or has no file list: a killed writer's
+                    self._there(other).clear()
+                    self._states.pop(other, None)
         except OSError as error:  # the next call deletes them
             get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.remote.url, error)
 
@@ -133,22 +114,6 @@ class RunStore:
         remote = self.remote / name
         remote.send(self.folder / name)
         return remote.url
-
-    def _missed(self, config: CheckpointConfig, score: str, newest: int) -> list[int]:
-        """Steps before the newest whose checkpoint is kept, and is whole on this host and not in the store."""
-        sent = self._scores([step for step in self._steps() if step < newest], score)
-        here = dict(checkpoint.states_in(self.folder / CHECKPOINTS))
-        rated = {step: state.scores.get(score) for step, state in here.items() if step <= newest and step not in sent}
-        return [step for step in ranking.kept(sent | rated, config) if step in rated and step != newest]
-
-    def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
-        """Deletes checkpoints as `ranking.prune` does; those without a file list are remains of killed writers."""
-        steps = [step for step in self._steps() if step <= newest]
-        keep = ranking.kept(self._scores(steps, score), config)
-        for step in steps:
-            if step not in keep:
-                self._there(step).clear()
-                self._states.pop(step, None)
 
     def _steps(self) -> list[int]:
         """Steps with a checkpoint in the store, whole or not, in order."""

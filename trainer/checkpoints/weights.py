@@ -1,8 +1,6 @@
 """Tensors of a run: copied to the files of a checkpoint, and restored from them."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from declutr.trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE,
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.parallel.communicator import full_tensor, shard_like
 from declutr.trainer.step.step import TrainStep
-from declutr.trainer.step.task import TrainTask
 
 
 def collect(train_steps: Sequence[TrainStep], keep: bool = True, memory: Contents | None = None) -> Contents:
@@ -30,7 +27,11 @@ def collect(train_steps: Sequence[TrainStep], keep: bool = True, memory: Content
     memory, encoder = memory or {}, train_steps[0].encoder
     files: dict[str, Mapping[str, Tensor]] = {ENCODER: dict(encoder.named_parameters())}
     for train_step in train_steps:
-        files[_file(train_step.name, OPTIMIZER)] = _moments(step_parameters(train_step), train_step.optimizer)
+        files[_file(train_step.name, OPTIMIZER)] = {
+            f"{name}:{key}": value
+            for name, parameter in step_parameters(train_step).items()
+            for key, value in train_step.optimizer.state.get(parameter, {}).items()
+        }
         for task in train_step.tasks:
             files[_file(task.name, OBJECTIVE)] = task.objective.state()
             if task.frontend is not None:
@@ -62,29 +63,21 @@ def load(path: Path, train_steps: Sequence[TrainStep]) -> None:
     disk space while one of them exists.
 
     Raises:
-        CheckpointError: names or shapes differ.
+        CheckpointError: names or shapes differ, or the state of an objective does not fit.
     """
     load_parameters(path, train_steps[0].encoder)
     for train_step in train_steps:
         file = path / _file(train_step.name, OPTIMIZER)
         _load_moments(file, step_parameters(train_step), train_step.optimizer)
+        device = next(train_step.encoder.parameters()).device
         for task in train_step.tasks:
-            load_task(path, task, next(train_step.encoder.parameters()).device)
-
-
-def load_task(path: Path, task: TrainTask, device: torch.device | None = None) -> None:
-    """Restores a task's objective and frontend.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
-    file = path / _file(task.name, FRONTEND)
-    load_objective(path, task.objective, device, _file(task.name, OBJECTIVE))
-    if file.is_file() != (task.frontend is not None):
-        has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"
-        raise CheckpointError(f"{path}: {has} {task.name}")
-    if task.frontend is not None:
-        _copy(load_file(file), dict(task.frontend.named_parameters()), file)
+            load_objective(path, task.objective, device, _file(task.name, OBJECTIVE))
+            file = path / _file(task.name, FRONTEND)
+            if file.is_file() != (task.frontend is not None):
+                has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"
+                raise CheckpointError(f"{path}: {has} {task.name}")
+            if task.frontend is not None:
+                _copy(load_file(file), dict(task.frontend.named_parameters()), file)
 
 
 def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -118,43 +111,30 @@ def load_objective(
 
 def step_parameters(train_step: TrainStep) -> dict[str, nn.Parameter]:
     """Parameters of an update by the name under which a checkpoint keeps their moments."""
-    return reduce(or_, map(own_parameters, train_step.tasks), dict(train_step.encoder.named_parameters()))
-
-
-def own_parameters(task: TrainTask) -> dict[str, nn.Parameter]:
-    """Parameters of a task's objective and frontend by name; files of checkpoints have these names."""
-    prefix = f"also.{task.name}." if task.name else ""
-    parts = {"objective": task.objective, "frontend": task.frontend}
-    return {
-        f"{prefix}{part}.{name}": parameter
-        for part, module in parts.items()
-        if module is not None
-        for name, parameter in module.named_parameters()
-    }
-
-
-def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}:{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    parameters = dict(train_step.encoder.named_parameters())
+    for task in train_step.tasks:
+        prefix = f"also.{task.name}." if task.name else ""
+        for part, module in (("objective", task.objective), ("frontend", task.frontend)):
+            if module is not None:
+                parameters |= {f"{prefix}{part}.{name}": weight for name, weight in module.named_parameters()}
+    return parameters
 
 
 def _copies(tensors: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
-        if keep:
+        if keep:  # after the gathering, in which every rank takes part
             place = memory.get(name)
             if place is None or place.shape != full.shape or place.dtype != full.dtype:
+                # a copy to other memory would wait in spite of `non_blocking`
                 place = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
             kept[name] = place.copy_(full, non_blocking=True)
     return kept
 
 
 def _copy(stored: Mapping[str, Tensor], targets: Mapping[str, nn.Parameter], path: Path) -> None:
-    if set(stored) != set(targets):
+    if set(stored) != set(targets):  # both ways: a missing one would stay random
         raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(targets))[:6]}")
     with torch.no_grad():
         for name, parameter in targets.items():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from declutr.common.seeding import U64
 from declutr.trainer.data.packedbatch import PackedBatch, digest_of, to_device
-from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans, pack
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans
 
 I64 = NDArray[np.int64]
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -106,7 +106,7 @@ def pack_spans(
     masking: tuple[MaskingConfig, slice] | None = None,
     rates: NDArray[np.float64] | None = None,
 ) -> SpanBatch:
-    """Packs S spans, with masks and dropout keys.
+    """Packs S spans in one row, with their specials, masks and dropout keys.
 
     Args:
         tokens: tokens of all documents, one after the other.
@@ -121,7 +121,17 @@ def pack_spans(
         masking: settings of masking, and the spans to be masked for MLM.
         rates: as of `SpanBatch`.
     """
-    ids, lengths, places = pack(tokens, sources, content, vocabulary)
+    lengths = content + vocabulary.num_specials
+    ends = np.cumsum(lengths)
+    starts, ids = ends - lengths, np.empty(int(lengths.sum()), np.int64)
+    if vocabulary.bos is not None:
+        ids[starts] = vocabulary.bos
+    if vocabulary.eos is not None:
+        ids[ends - 1] = vocabulary.eos
+    places = starts + (vocabulary.bos is not None)
+    # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
+    for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
+        ids[start : start + size] = tokens[source : source + size]
     selected = labels = np.empty(0, np.int64)
     if masking is not None:
         settings, part = masking
@@ -269,11 +279,6 @@ def padding_mask(batch: AnyBatch) -> Tensor:
     return torch.arange(batch.longest, device=batch.device)[None, :] < batch.table.lengths[:, None]
 
 
-def pad_rows(batch: SpanBatch, pad_id: int) -> tuple[Tensor, Tensor]:
-    """The spans as `(S, longest)` ids with padding on the right, and the mask of real tokens."""
-    return as_rows(batch.input_ids, batch, pad_id), padding_mask(batch)
-
-
 def as_rows(values: Tensor, batch: AnyBatch, filling: int = 0) -> Tensor:
     """Values of a batch's tokens `(T, ...)` as rows `(S, longest, ...)`, padded on the right with `filling`."""
     rows = values.new_full((batch.num_spans * batch.longest, *values.shape[1:]), filling)
@@ -301,39 +306,6 @@ class Collator(Protocol):
         """
 
 
-def collate_canonical(
-    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], first_canonical: int, canonical_documents: int
-) -> RankBatch:
-    """The batch of a worker, of which each microbatch is packed alone.
-
-    Args:
-        collator: packs rows.
-        rows: n rows of the shards, whole microbatches of the global batch.
-        epochs: `(n,)` epoch in which each is read.
-        first_canonical: number of the worker's first microbatch in the global batch.
-        canonical_documents: documents of a microbatch; the last microbatch of the global batch may have fewer.
-    """
-    places = range(0, len(rows), canonical_documents)
-    parts = [
-        collator.collate(rows.slice(at, canonical_documents), epochs[at : at + canonical_documents]) for at in places
-    ]
-    if not parts:  # more workers than microbatches
-        return collator.collate(rows, epochs)
-    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])  # each part numbers its spans from 0
-    views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
-    return RankBatch(
-        _joined([part.spans for part in parts]),
-        len(rows),
-        sum(part.num_rows for part in parts),
-        {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
-        views=_cat(views),
-        canonical=tuple(
-            CanonicalMicrobatch(first_canonical + number, part.num_documents, part.spans.num_spans, part.num_rows)
-            for number, part in enumerate(parts)
-        ),
-    )
-
-
 def collated(
     collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], start: int, canonical_documents: int | None
 ) -> RankBatch:
@@ -341,16 +313,34 @@ def collated(
 
     Args:
         collator: packs rows.
-        rows: n rows of the shards.
+        rows: n rows of the shards; of canonical microbatches whole ones of the global batch, each packed alone.
         epochs: `(n,)` epoch in which each is read.
         start: place of the first row in the global batch.
-        canonical_documents: documents of a canonical microbatch; None: the batch is packed as one.
+        canonical_documents: documents of a canonical microbatch, of which the last may have fewer; None: the batch is
+            packed as one.
     """
-    if canonical_documents is None:
+    if canonical_documents is None or not len(rows):  # no row: more workers than microbatches
         batch = collator.collate(rows, epochs)
-    else:
-        batch = collate_canonical(collator, rows, epochs, start // canonical_documents, canonical_documents)
-    return replace(batch, digest=batch.spans.digest())
+        return replace(batch, digest=batch.spans.digest())
+    places = range(0, len(rows), canonical_documents)
+    parts = [
+        collator.collate(rows.slice(at, canonical_documents), epochs[at : at + canonical_documents]) for at in places
+    ]
+    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])  # each part numbers its spans from 0
+    views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
+    spans = _joined([part.spans for part in parts])
+    return RankBatch(
+        spans,
+        len(rows),
+        sum(part.num_rows for part in parts),
+        {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
+        spans.digest(),
+        views=_cat(views),
+        canonical=tuple(
+            CanonicalMicrobatch(number, part.num_documents, part.spans.num_spans, part.num_rows)
+            for number, part in enumerate(parts, start // canonical_documents)
+        ),
+    )
 
 
 def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:

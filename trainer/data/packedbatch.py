@@ -76,22 +76,6 @@ def drops(words_: Tensor, limits: int | Tensor) -> Tensor:
     return words_ < limits
 
 
-def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
-    """`(T,)` int32 keys of the spans' tokens.
-
-    Args:
-        span_keys: `(S,)` int32 uniform words, one for each span.
-        lengths: `(S,)` number of tokens of each span, on the CPU.
-    """
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32)
-    mixed = torch.repeat_interleave(span_keys, lengths) + place * signed(0x9E3779B9)
-    mixed ^= mixed >> 16
-    mixed *= 0x21F0AAAD
-    mixed ^= mixed >> 15
-    return mixed
-
-
 def signed(word: int) -> int:
     """Converts a 32-bit word to the signed number with the same bits."""
     return word - 2**32 if word >= 2**31 else word
@@ -135,11 +119,16 @@ class TokenTable:
         torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
         owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         places = torch.arange(len(owners)) - bounds[:-1].long()[owners]
-        words = None if keys is None else token_keys(keys, lengths)
+        mixed = None
+        if keys is not None:  # a token's key is a mix of its span's key and of its place
+            mixed = keys[owners] + places.to(torch.int32) * signed(0x9E3779B9)
+            mixed ^= mixed >> 16
+            mixed *= 0x21F0AAAD
+            mixed ^= mixed >> 15
         if rates is None:
-            return cls(lengths, bounds, owners, places, words)
+            return cls(lengths, bounds, owners, places, mixed)
         hidden, attention = (TokenRates.of(column, lengths) for column in rates.T)
-        return cls(lengths, bounds, owners, places, words, hidden, attention)
+        return cls(lengths, bounds, owners, places, mixed, hidden, attention)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The table after `move` of each tensor, for example to page-locked memory."""
@@ -163,9 +152,7 @@ class TokenTable:
         (first, last), (start, end) = spans, tokens
         part = self.moved(lambda tensor: tensor[start:end])
         bounds = self.bounds[first : last + 1] - start
-        return type(self)(
-            self.lengths[first:last], bounds, part.owners - first, part.places, part.keys, part.hidden, part.attention
-        )
+        return replace(part, lengths=self.lengths[first:last], bounds=bounds, owners=part.owners - first)
 
 
 DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly

@@ -17,7 +17,7 @@ from declutr.common.config import Strict
 
 I64 = NDArray[np.int64]
 _SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
-_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte, and those of a batch hundreds
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,6 @@ class Vocabulary:
     def num_specials(self) -> int:
         """Number of special tokens around a span."""
         return (self.bos is not None) + (self.eos is not None)
-
-
-def pack(tokens: NDArray[np.integer], sources: I64, content: I64, vocabulary: Vocabulary) -> tuple[I64, I64, I64]:
-    """Packs S spans in one row; `pack_spans` has the arguments.
-
-    Returns:
-        `(T,)` tokens with specials, `(S,)` tokens of each span with specials, and `(S,)` place of each span's first
-        token after its leading special.
-    """
-    lengths = content + vocabulary.num_specials
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    ids = np.empty(int(lengths.sum()), np.int64)
-    if vocabulary.bos is not None:
-        ids[starts] = vocabulary.bos
-    if vocabulary.eos is not None:
-        ids[ends - 1] = vocabulary.eos
-    places = starts + (vocabulary.bos is not None)
-    # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
-    for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
-        ids[start : start + size] = tokens[source : source + size]
-    return ids, lengths, places
 
 
 def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:
@@ -94,28 +72,24 @@ class MaskingConfig(Strict):
 def mask_tokens(
     config: MaskingConfig,
     seed: int,
-    ids: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    ids: I64,
     key: seeding.U64,
     epoch: seeding.U64,
-    anchor: NDArray[np.int64],
-    place: NDArray[np.int64],
-    vocab_size: int,
-    mask_id: int,
-    special_ids: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    anchor: I64,
+    place: I64,
+) -> tuple[I64, NDArray[np.bool_]]:
     """Masked copy of the tokens, and the selection of tokens to be predicted.
 
     Args:
         config: probabilities of selection and replacement.
         seed: the run's seed.
+        vocabulary: ids of the tokenizer; random replacements may hit a special token or the token itself.
         ids: `(t,)` tokens.
         key: `(t,)` key of each token's document.
         epoch: `(t,)` epoch in which the document is read.
         anchor: `(t,)` number of the token's span in its document.
         place: `(t,)` place of the token in its span, below 2**20.
-        vocab_size: random replacements are below this; they may hit a special token or the token itself.
-        mask_id: id of the mask token.
-        special_ids: ids that are never selected.
 
     Returns:
         `(t,)` new ids, and `(t,)` true for selected tokens.
@@ -124,13 +98,14 @@ def mask_tokens(
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
     # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.
     candidates = np.flatnonzero(drawn[:, 0] < config.mlm_probability * 2.0**32)
-    chosen = candidates[~np.isin(ids[candidates], special_ids)]
+    chosen = candidates[~np.isin(ids[candidates], np.array(vocabulary.special))]
     selected = np.zeros(len(ids), np.bool_)
     selected[chosen] = True
     kind, value = seeding.unit(drawn[chosen, 1]), seeding.unit(drawn[chosen, 2])
     hidden, randomised = kind < config.mask_replace_prob, kind < config.mask_replace_prob + config.random_replace_prob
     masked = ids.copy()
-    masked[chosen] = np.where(hidden, mask_id, np.where(randomised, (value * vocab_size).astype(np.int64), ids[chosen]))
+    others = np.where(randomised, (value * vocabulary.size).astype(np.int64), ids[chosen])
+    masked[chosen] = np.where(hidden, vocabulary.mask, others)
     return masked, selected
 
 
@@ -161,26 +136,14 @@ def mask_spans(
     Returns:
         `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
     """
-    special = np.array(vocabulary.special)
     pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for part in _cuts(sizes, _MASKED_TOKENS):
         within = ranges(sizes[part])
         place = np.repeat(places[part], sizes[part]) + within
         span = np.repeat(np.arange(part.start, part.stop), sizes[part])
         original = ids[place]
-        masked, chosen = mask_tokens(
-            masking,
-            seed,
-            original,
-            keys[span],
-            epochs[span],
-            numbers[span],
-            within,
-            vocabulary.size,
-            vocabulary.mask,
-            special,
-        )
-        ids[place] = masked
+        owners = keys[span], epochs[span], numbers[span]
+        ids[place], chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
         pieces.append((place[chosen], original[chosen]))
     selected, labels = zip(*pieces, strict=True)
     return np.concatenate(selected), np.concatenate(labels)

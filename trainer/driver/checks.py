@@ -1,27 +1,29 @@
 """Finds all problems of a training run that can be known before Ray starts."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from declutr.common.bootstrap import MIN_ROWS
-from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import ConfigError, DamagedError, UsageError
+from declutr.common.errors import ConfigError, ShardError, UsageError, suggest
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import expand, folder_problem
+from declutr.common.stores.address import is_remote
 from declutr.pipeline.shards.content import MEDIA_KINDS
-from declutr.pipeline.shards.manifest import Manifest, data_hash, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, Manifest, data_hash, load_manifest
 from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.corpora import corpora_problems
-from declutr.trainer.driver.continuation import DEVICE, SUMMARY, device_problem, kept_device, other_shards, run_problems
-from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.continuation import device_problem, other_shards, run_problems
 from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.loggers import missing_wandb
+from declutr.trainer.objectives.registry import BROKEN, KINDS
 from declutr.trainer.run import RunPlan, data_folder
-from declutr.trainer.scaling import ScalingConfig
 
 _OFTEN = 0.1  # of the batches
+_NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 
 
 def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
@@ -36,7 +38,7 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
     """
     problems = place_problems(config.model_dump())
     no_place = any(line.startswith("run = ") for line in problems)
-    if no_place and of_run:
+    if no_place and of_run:  # the plan would look for a checkpoint in that folder
         raise ConfigError("train", problems)
     plan = RunPlan.of(config)
     if not no_place:
@@ -46,7 +48,7 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
     problems += [
         line
         for key, line in plan.unreadable.items()
-        if not any(problem.startswith(f"{key} = ") for problem in problems)
+        if not any(problem.startswith(f"{key} = ") for problem in problems)  # `place_problems` has looked at folders
     ]
     problems += [
         f"{key} = {place}: {problem}"
@@ -58,8 +60,11 @@ def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
         problems += [f"validation.data = {place}: {line}" for line in check_shards(data_folder(place, config.cache))]
     if "" in plan.corpora:
         problems += _manifest_problems(plan)
-        if not no_place and len(plan.corpora) == len(plan.tasks):
+        if not no_place and len(plan.corpora) == len(plan.tasks):  # else the joint hash lacks a task
             problems += other_shards(plan)
+    if not problems:
+        problems += share_problems(plan)  # opens the shards
+    # gradients are compared without the run's folder, which may hold another run
     refuse([line for line in problems if of_run or not line.startswith("run = ")])
     return plan
 
@@ -82,51 +87,54 @@ def _manifest_problems(plan: RunPlan) -> list[str]:
     return problems
 
 
+def share_problems(plan: RunPlan) -> list[str]:
+    """The problems of a share of the training rows that fills no batch: its order has no end."""
+    config = plan.config
+    if plan.tasks[""].part is None:
+        return []
+    return [
+        f"data_fraction = {config.data_fraction}: leaves {size} training {plan.manifest.noun} of {place}, fewer "
+        f"than the {need} that batch_documents = {config.batch_documents} may need; increase it"
+        for place, size, need in zip(
+            config.places, plan.training_shards[""].sizes, plan.orders[""].most_in_batch(), strict=True
+        )
+        if size < need
+    ]
+
+
 def load_problems(plan: RunPlan) -> list[str]:
-    """Problems that show when objective and encoder are loaded, with torch and transformers."""
+    """Problems that show when objective and encoder are loaded, with transformers."""
     config, main = plan.config, plan.tasks[""]
-    began_before = bool(steps_in(plan.folder / CHECKPOINTS))
-    # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
-    # and transformers that takes seconds of each start.
-    from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
-    problems = [] if from_scratch else objective_problems(main)
-    if config.auxiliary_tasks:
-        from declutr.trainer.driver.encoder_checks import task_problems
-
-        problems += task_problems(plan)
-    if main.part is not None:
-        problems += [
-            f"data_fraction = {config.data_fraction}: leaves {size} training {plan.manifest.noun} of {place}, fewer "
-            f"than the {need} that batch_documents = {config.batch_documents} may need; increase it"
-            for place, size, need in zip(
-                config.places, plan.training_shards[""].sizes, plan.orders[""].most_in_batch(), strict=True
-            )
-            if size < need
-        ]
-    remark = None if began_before else config.objective.remark_before(main.context(plan.manifest.short_documents))
-    if remark:
+    # A run with a checkpoint has passed the other checks. Loading transformers would take seconds of each resume, and
+    # the workers name what has changed since.
+    if steps_in(plan.folder / CHECKPOINTS):
+        return []
+    if remark := config.objective.remark_before(main.context(plan.manifest.short_documents)):
         get_logger().warning("%s", remark)
-    if from_scratch:
-        return problems
-    from declutr.trainer.driver.encoder_checks import encoder_problems
+    from declutr.trainer.driver.encoder_checks import encoder_problems, task_problems  # loads torch
 
-    return list(dict.fromkeys([*problems, *encoder_problems(plan)]))  # both parts load the objective
+    # The two parts may load the same objective.
+    return list(dict.fromkeys([*objective_problems(main), *task_problems(plan), *encoder_problems(plan)]))
 
 
 def _misfits(plan: RunPlan, name: str) -> list[str]:
     """Problems of a task whose texts do not fit its settings or the main task."""
-    task, main, own = plan.tasks[name], plan.manifest, plan.manifests[name]
+    task, own = plan.tasks[name], plan.manifests[name]
     if own.content.kind in MEDIA_KINDS:
         return []
     problems = []
     if task.frontend is not None and task.frontend.model_fields_set:
         problems.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
-    if main.tokenizer and own.tokenizer and main.tokenizer.fingerprint != own.tokenizer.fingerprint:
-        problems.append(
-            f"data = {task.places[0]}: was prepared with another tokenizer than data = {plan.config.places[0]}; "
-            "prepare it with that one"
-        )
-    return problems
+    return problems + _tokenizer_problems(f"data = {task.places[0]}", own, plan)
+
+
+def _tokenizer_problems(label: str, manifest: Manifest, plan: RunPlan) -> list[str]:
+    """The problem of shards whose tokenizer is not that of the main task."""
+    main, other = plan.manifest.tokenizer, manifest.tokenizer
+    if (main and main.fingerprint) == (other and other.fingerprint):
+        return []
+    place = plan.config.places[0]
+    return [f"{label}: was prepared with another tokenizer than data = {place}; prepare it with that one"]
 
 
 def refuse(problems: list[str]) -> None:
@@ -139,46 +147,79 @@ def refuse(problems: list[str]) -> None:
         raise ConfigError("train", problems)
 
 
-def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[str]:
-    """Problems with Ray for this run: a cluster that does not answer, too few GPUs on this machine.
+# Places that a configuration names.
 
-    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
-    may use any cluster.
+
+def place_problems(values: Mapping[str, Any]) -> list[str]:
+    """Problems of `run`, `data` and `objective.kind` of all tasks, and `encoder.pretrained`, one line each.
+
+    A line starts with the key. The other settings may be invalid.
     """
-    if (run / SUMMARY).is_file():
-        return []
-    if scaling.local:
-        return _gpu_problems(scaling, run)
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
-        return []
-    name, address = named_cluster(scaling.address)
-    if address:
-        problem = cluster_problem(name.replace("address", "scaling.address"), address)
-        return [] if problem is None else [problem]
-    return _gpu_problems(scaling, run)
+    auxiliary = _section(values.get("auxiliary_tasks")).items()
+    tasks = {"": values, **{f"auxiliary_tasks.{name}.": task for name, task in auxiliary if isinstance(task, Mapping)}}
+    corpora = {prefix: _paths(f"{prefix}data", task.get("data")) for prefix, task in tasks.items()}
+    checks = (
+        ("run", values.get("run"), _run_problem),
+        *((key, value, _data_problem) for paths in corpora.values() for key, value in paths.items()),
+        ("encoder.pretrained", _section(values.get("encoder")).get("pretrained"), _model_problem),
+    )
+    problems = []
+    for key, value, problem_of in checks:
+        if isinstance(value, str) and not is_remote(value):  # addresses are fetched while Ray starts
+            try:
+                problem = problem_of(value)
+            except UsageError as error:
+                problem = str(error)
+            problems += [f"{key} = {value}: {problem}"] if problem else []
+    mode = _section(_section(values.get("metrics")).get("wandb")).get("mode")
+    if mode in ("offline", "online") and (missing := missing_wandb(mode)):
+        problems.append(missing)
+    for prefix, task in tasks.items():
+        kind = _section(task.get("objective")).get("kind")
+        # One that looks mistyped is reported elsewhere.
+        if isinstance(kind, str) and not (kind in KINDS or kind in BROKEN or suggest(kind, list(KINDS))):
+            problems.append(
+                f"{prefix}objective {kind}: no package installed here defines it; install its package, on all hosts of "
+                "the run"
+            )
+    return problems
 
 
-def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
-    """Too few GPUs on this machine for a run that needs them."""
+def _section(value: Any) -> Mapping[str, Any]:
+    """A section of the settings; empty if it is none, which the validation of the setting reports."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _paths(setting: str, data: Any) -> dict[str, Any]:
+    """The places of a setting `data`, which may be invalid, by their keys."""
+    if not isinstance(data, list):
+        return {setting: data}
+    return {f"{setting}.{number}.path": _section(corpus).get("path") for number, corpus in enumerate(data)}
+
+
+def _run_problem(name: str) -> str | None:
+    folder = expand(name)
+    for file, what in _NOT_A_RUN.items():
+        if (folder / file).is_file():
+            return f"holds {what}; name another folder"
+    return folder_problem(folder)
+
+
+def _data_problem(name: str) -> str | None:
+    folder = expand(name)
+    if folder.exists() and not folder.is_dir():
+        return "is a file; name the folder of the shards, the `output` of `prepare`"
     try:
-        device = kept_device(scaling, run)
-    except DamagedError:  # `problems` reports it
-        return []
-    if device != "cuda":
-        return []
-    import torch
+        load_manifest(folder)
+    except (ShardError, OSError) as error:
+        return str(error)
+    return None
 
-    gpus, min_workers = torch.cuda.device_count(), scaling.least_workers
-    if gpus >= min_workers:
-        return []
-    kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
-    trained = steps_in(run / CHECKPOINTS)
-    cpus = "set it to cpu, in a new run if this one is to stay" if trained else "set it to cpu"
-    alternatives = "" if scaling.local else ", lower scaling.num_workers, or name a cluster (scaling.address)"
-    return [
-        f"scaling.device = {scaling.device}: {kept}{min_workers} workers need a GPU each, and this machine has {gpus} "
-        f"that torch can use; {cpus}{alternatives}"
-    ]
+
+def _model_problem(name: str) -> str | None:
+    if looks_like_a_path(name) and not expand(name).is_dir():
+        return f"no such folder; looked at {expand(name).absolute()}"
+    return None
 
 
 # Settings of objective and held-out scores against the shards.
@@ -234,12 +275,7 @@ def _other_data_problems(plan: RunPlan, scored: Manifest) -> list[str]:
         problems += [f"{label}: {line}" for line in config.objective.problems(context, scored)]
     if any(data_hash(scored) == data_hash(manifest) for corpora in plan.corpora.values() for manifest in corpora):
         problems.append(f"{label}: these are the rows that the run trains on; name other shards, or remove the setting")
-    made_by = [manifest.tokenizer and manifest.tokenizer.fingerprint for manifest in (scored, main)]
-    if made_by[0] != made_by[1]:
-        problems.append(
-            f"{label}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
-        )
-    return problems
+    return problems + _tokenizer_problems(label, scored, plan)
 
 
 def objective_problems(task: TaskSettings) -> list[str]:
@@ -281,6 +317,7 @@ def data_problems(task: TaskSettings, corpora: Sequence[Manifest]) -> list[str]:
     """
     if other_kind := kind_problem(task, corpora[0]):
         return [other_kind]
+    # `corpora_problems` names the others
     alike = [corpus for corpus in corpora if corpus.content.kind == corpora[0].content.kind]
     problems = [
         line for corpus in alike for line in task.objective.problems(task.context(corpus.short_documents), corpus)

@@ -4,15 +4,17 @@ The device, CPUs or GPUs, is chosen once, recorded and kept: a spot market takes
 every start chose again would move to CPUs meanwhile.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import CheckpointError, DamagedError
+from declutr.common.errors import DamagedError
 from declutr.common.storage import Record, hash_json, read_record, write_json
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
@@ -48,6 +50,7 @@ def recorded_device(run: Path) -> Device | None:
     except FileNotFoundError:
         return None
     except DamagedError as error:
+        # not chosen again: it could be the other device
         raise DamagedError(f'{error}; write {{"device": "cuda"}} or {{"device": "cpu"}} into it') from error
 
 
@@ -108,6 +111,48 @@ def choose_device(scaling: ScalingConfig, run: Path, store: RunStore | None, res
     return device
 
 
+def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[str]:
+    """Problems with Ray for this run: a cluster that does not answer, too few GPUs on this machine.
+
+    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
+    may use any cluster.
+    """
+    if (run / SUMMARY).is_file():
+        return []
+    if scaling.local:
+        return _gpu_problems(scaling, run)
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
+        return []
+    name, address = named_cluster(scaling.address)
+    if address:
+        problem = cluster_problem(name.replace("address", "scaling.address"), address)
+        return [] if problem is None else [problem]  # its GPUs may join later
+    return _gpu_problems(scaling, run)
+
+
+def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
+    """Too few GPUs on this machine for a run that needs them."""
+    try:
+        device = kept_device(scaling, run)
+    except DamagedError:  # `problems` reports it
+        return []
+    if device != "cuda":
+        return []
+    import torch
+
+    gpus, min_workers = torch.cuda.device_count(), scaling.least_workers
+    if gpus >= min_workers:
+        return []
+    kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
+    trained = steps_in(run / CHECKPOINTS)
+    cpus = "set it to cpu, in a new run if this one is to stay" if trained else "set it to cpu"
+    alternatives = "" if scaling.local else ", lower scaling.num_workers, or name a cluster (scaling.address)"
+    return [
+        f"scaling.device = {scaling.device}: {kept}{min_workers} workers need a GPU each, and this machine has {gpus} "
+        f"that torch can use; {cpus}{alternatives}"
+    ]
+
+
 # Settings and shards.
 
 
@@ -119,6 +164,7 @@ def run_problems(plan: RunPlan) -> list[str]:
     config, run = plan.config, plan.folder
     remote = is_remote(config.run)  # the copy here may lack its checkpoints
     began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)
+    # the settings have the hashes of what `validation` names, which is reported alone
     if not began or any(key.startswith("validation.") for key in plan.unreadable):
         return []
     before = read_resume_settings(run)
@@ -169,6 +215,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     return [
         f"{key} was {describe(old, key)}, now {describe(new, key)}"
         for key in sorted(set(old) | set(new))
+        # `==` takes 0 for 0.0, whose hashes differ: each worker would skip every checkpoint and begin at step 0
         if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
     ]
 
@@ -190,23 +237,6 @@ def other_shards(plan: RunPlan) -> list[str]:
                 f"name another folder for the run, or restore the shards{order}"
             ]
     return []
-
-
-def refuse_lost_steps(run: Path, done: int) -> None:
-    """Refuses to take the steps of a finished run again.
-
-    Args:
-        run: folder of the run.
-        done: step of its newest whole checkpoint; 0 without.
-
-    Raises:
-        CheckpointError: the checkpoints are gone or broken.
-    """
-    if done == 0 and (run / SUMMARY).is_file():
-        raise CheckpointError(
-            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
-            "and replace its results; name another folder, or delete this one"
-        )
 
 
 # Files that the driver writes at the end of a run or command.

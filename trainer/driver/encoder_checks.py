@@ -12,8 +12,6 @@ from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.build import build_encoder, build_frontend, build_objective
 from declutr.trainer.build import load_tokenizer as tokenizer_of_shards
-from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.config import TaskSettings
 from declutr.trainer.data.packedbatch import limit
 from declutr.trainer.driver.checks import objective_problems
@@ -40,7 +38,7 @@ def encoder_problems(plan: RunPlan, name: str = "") -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
 
     Args:
-        plan: of a run without problems that its files show.
+        plan: of a run without problems that its files show, and without a checkpoint.
         name: of an auxiliary task that reads texts.
     """
     task = plan.tasks[name]
@@ -89,7 +87,7 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
         )
     rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
     objectives = [other.objective for other in ([task] if task.name else plan.tasks.values())]
-    if all(limit(rate) == limit(0.0) for rate in rates):
+    if all(limit(rate) == limit(0.0) for rate in rates):  # a rate below 2**-32 drops nothing, too
         problems += [
             f"encoder: it drops nothing, so the two views of objective {objective.kind} would be equal; set "
             "encoder.dropout=0.1"
@@ -104,9 +102,7 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if problems or checkpoint.steps_in(plan.folder / CHECKPOINTS):  # they contain its weights
-        return problems
-    return _weight_problems(plan, task, tokenizer)
+    return problems or _weight_problems(plan, task, tokenizer)  # weights take seconds
 
 
 def _weight_problems(plan: RunPlan, task: TaskSettings, tokenizer: Any) -> list[str]:
@@ -188,6 +184,7 @@ def _size_problems(
 
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
     source = encoder.pretrained if encoder.pretrained is not None else encoder.from_config
+    # messages of transformers have many lines, some errors none
     return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
 
 

@@ -25,7 +25,7 @@ from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.worker.device import set_up_torch, torch_as_before
-from declutr.trainer.worker.scheduler import TaskScheduler
+from declutr.trainer.worker.loop import take
 
 _SECONDS = 5.0  # of the measured steps; a first step on CPUs that takes longer is the only one
 _MOST_STEPS = 20
@@ -62,7 +62,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     Raises:
         ConfigError: problems of the run.
         ShardError: the shards cannot be read.
-        NonFiniteLossError: the losses of the first steps are not finite.
+        NonFiniteLossError: the losses of more than 20 of the first steps are not finite.
     """
     refuse(load_problems(plan))
     trial = try_steps(plan)
@@ -70,7 +70,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     size, workers = plan.training_shards[""].num_documents, config.scaling.least_workers
     validations, scored = _validations(plan)
     passes = steps * config.batch_documents / size
-    seconds = steps * trial.step_seconds + (validations + 1) * trial.validation_seconds
+    seconds = steps * trial.step_seconds + (validations + 1) * trial.validation_seconds  # and that of the start
     advice = [*validation_remarks(plan), *corpora_remarks(plan, steps)]
     yield f"planned from {trial.num_steps} measured step(s) on {trial.device}:"
     yield f"  steps        {steps:,} of {config.batch_documents:,} {noun}: {passes:,.3g} pass(es) over {size:,}"
@@ -120,22 +120,22 @@ def try_steps(plan: RunPlan) -> Trial:
         plan: of the run, without problems; its folder is only read.
 
     Raises:
-        NonFiniteLossError: a loss of these steps is not finite.
+        NonFiniteLossError: the losses of more than 20 of these steps in a row are not finite.
     """
     transformers_logging.disable_progress_bar()
     config = plan.config
     device = _device(config.scaling, plan.folder)
-    set_up_torch(config, device)
+    set_up_torch(config.scaling, config.precision, device)
     parts = build_parts(plan, Communicator(deterministic=config.scaling.elastic_determinism), device)
     skipping = _with(plan, on_nonfinite_loss="skip", max_skipped_steps=_MOST_STEPS)
-    scheduler = TaskScheduler(build_train_steps(skipping, parts.tasks, plan.total_steps))
+    train_steps = build_train_steps(skipping, parts.tasks, plan.total_steps)
     seconds, tokens = list[float](), list[int]()
     untimed = _COMPILING if device.type == "cuda" else 1  # they also allocate memory
     while len(seconds) <= _MOST_STEPS and sum(seconds[untimed:]) < _SECONDS:
         step = len(seconds)
         began = time.perf_counter()
         batch = {name: _batch(plan, name, parts.collators[name], step, device) for name in plan.tasks}
-        tokens.append(scheduler.take(batch, step + 1).num_tokens)
+        tokens.append(take(train_steps, batch, step + 1).num_tokens)
         seconds.append(time.perf_counter() - began)
         if device.type == "cpu" and seconds[0] > _SECONDS:
             break
@@ -146,9 +146,9 @@ def try_steps(plan: RunPlan) -> Trial:
     return Trial(
         device=device.type,
         num_steps=len(measured),
-        step_seconds=sorted(measured)[len(measured) // 2] * crowding,
+        step_seconds=sorted(measured)[len(measured) // 2] * crowding,  # other programs slow single steps
         step_tokens=workers * sum(tokens) / len(tokens),
-        validation_seconds=_validation_seconds(plan, parts, scheduler, device, _validations(plan)[1]),
+        validation_seconds=_validation_seconds(plan, parts, device, _validations(plan)[1]),
         memory_mib=peak_memory_mib(),
     )
 
@@ -173,9 +173,7 @@ def _batch(plan: RunPlan, name: str, collator: Collator, step: int, device: torc
     return collated(collator, rows, epochs, start, order.canonical_documents).to(device)
 
 
-def _validation_seconds(
-    plan: RunPlan, parts: Parts, scheduler: TaskScheduler, device: torch.device, scored: int
-) -> float:
+def _validation_seconds(plan: RunPlan, parts: Parts, device: torch.device, scored: int) -> float:
     """Time of a validation of `scored` held-out rows, from one of at most 64, and of all judged pairs."""
     few = max(2, min(scored, _SCORED))
     half = parts.tasks[0].autocast if device.type == "cuda" else None  # as the training loop
@@ -186,11 +184,12 @@ def _validation_seconds(
         began = time.perf_counter()
         if validator is not None:
             with torch.autocast(device.type, half, enabled=half is not None):
-                validator.scores(scheduler.main.encoder)
+                validator.scores(parts.encoder)
         return time.perf_counter() - began
 
     if half is not None:
         seconds()  # chooses kernels
+    # judged pairs do not grow with the held-out rows
     rest = seconds(stsb=None, sickr=None) if scored > few else 0.0
     return seconds() + rest * (scored / few - 1)
 

@@ -18,7 +18,7 @@ from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, RunState, read_s
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.driver.model_card import CARD, model_card, without_paths
 from declutr.trainer.metrics.config import num_validations
-from declutr.trainer.model.behind import steps_of, write_steps
+from declutr.trainer.model.behind import write_steps
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens, silence
 from declutr.trainer.objectives.scores import statistic_of
@@ -45,7 +45,7 @@ def export(plan: RunPlan, done: int) -> Path:
     if source is None:
         raise CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = source
-    put_back(target)
+    put_back(target)  # of an export that was killed between its two renames
     if target.exists() and (damage := _damage(target)):
         _keep(target, damage)
     if target.exists():
@@ -67,7 +67,7 @@ def export(plan: RunPlan, done: int) -> Path:
         every_steps = config.validation.every_steps
         looks = 1 + num_validations(every_steps, plan.total_steps, done) if every_steps else 0
         verdict = verdict_of(looks, config.seed, state)
-        steps = [*steps_of(encoder.behind), *layers]
+        steps = [*encoder.behind, *layers]
         write_steps(aside, steps)
         write_text(aside / CARD, model_card(plan, state, verdict["sentence"], bool(steps)))
         settings = {
@@ -79,6 +79,7 @@ def export(plan: RunPlan, done: int) -> Path:
             "files": {name: hash_file(aside / name) for name in sorted(_files(aside))},
         }
         write_json(aside / SETTINGS, settings | {"hash": hash_json(settings)})
+        # they may be the user's, and the new folder replaces the old one
         if other_files := sorted(_files(target) - _files(aside)):
             _keep(target, f"it also holds {', '.join(other_files)}")
     return target
@@ -135,7 +136,7 @@ def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tup
     weights = {name: weight for name, weight in encoder.model.state_dict().items() if name not in untrained}
     with silence():
         encoder.model.save_pretrained(folder, state_dict=weights if untrained else None)
-    limit = max_span_tokens(encoder.model)
+    limit = max_span_tokens(encoder.model)  # that of a tokenizer trained here is 10^30, and longer texts are errors
     tokenizer.model_max_length = limit
     tokenizer.save_pretrained(folder)
     files = sentence_transformers_files(encoder.hidden_size, limit, encoder.config.pooling)

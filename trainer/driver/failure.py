@@ -71,6 +71,7 @@ def oom_kills() -> int:
         counters = Path("/proc/vmstat").read_text().split()
     except FileNotFoundError:  # not Linux
         return 0
+    # Linux counts them since 4.13
     return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
 
 
@@ -102,12 +103,18 @@ def blame_node(failure: GroupFailure, nodes: set[str], wait: Callable[[float], b
 
 def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
     """Finds the first cause: a worker with an error that no other worker caused, else a dead worker."""
-    deaths = {rank: error for rank, error in failures.items() if _is_death(error)}
+    deaths = {
+        rank: error
+        for rank, error in failures.items()
+        if isinstance(getattr(error, "health_check_failure", error), RayActorError)
+        or type(error).__name__ == "WorkerHealthCheckFailedError"  # Ray's class is in a private module
+    }
     raised = {rank: error for rank, error in failures.items() if rank not in deaths}
     own = {rank: error for rank, error in raised.items() if not _COLLATERAL.search(str(error))}
     if own and not deaths:
         rank = min(own)
-        return GroupFailure(f"worker {rank}: {_line(own[rank])}", _kind(own[rank]), account)
+        line = _line(own[rank])
+        return GroupFailure(f"worker {rank}: {line}", re.sub(r"\d+", "#", line), account)
     if deaths:
         rank = min(deaths)
         others = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
@@ -115,11 +122,6 @@ def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
     rank = min(raised)
     summary = f"worker {rank} lost the others: {_line(raised[rank])}"
     return GroupFailure(summary, "death", account, collateral=True)
-
-
-def _is_death(error: Exception) -> bool:
-    inner = getattr(error, "health_check_failure", error)
-    return isinstance(inner, RayActorError) or type(error).__name__ == "WorkerHealthCheckFailedError"
 
 
 def _who(rank: int, error: Exception) -> str:
@@ -132,7 +134,7 @@ def _who(rank: int, error: Exception) -> str:
 
 def _why(error: Exception) -> str:
     """Cause of a worker's death as far as Ray knows it, which is seldom."""
-    inner = getattr(error, "health_check_failure", error)
+    inner = getattr(error, "health_check_failure", error)  # Ray's error of a check holds the cause
     if isinstance(inner, OutOfMemoryError):
         return ": its node ran out of memory"
     if getattr(inner, "preempted", False) or "its node" in str(inner):
@@ -147,7 +149,3 @@ def _line(error: BaseException) -> str:
         return lines[-1].strip()
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:500]}" if message else type(error).__name__
-
-
-def _kind(error: BaseException) -> str:
-    return re.sub(r"\d+", "#", _line(error))

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -91,31 +92,22 @@ def _tune_callbacks() -> list[Any]:
     return []
 
 
-class Fit(threading.Thread):
-    """`TorchTrainer.fit` in a thread; the main thread handles signals and supervises.
+def start_fit(trainer: Any) -> Future[Any]:
+    """Runs `TorchTrainer.fit` in a thread, because the main thread handles signals and supervises.
 
-    Attributes:
-        value: return value of the first worker after a successful end.
-        error: the error after any other end.
+    The result is the return value of the first worker after a successful end, or the error after any other end.
     """
+    end = Future[Any]()
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(daemon=True, name="declutr-fit")
-        self._trainer = trainer
-        self.value: dict[str, Any] | None = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Runs the group to its end."""
+    def run() -> None:
         try:
-            self.value = self._trainer.fit().return_value
+            end.set_result(trainer.fit().return_value)
         except BaseException as error:  # noqa: BLE001 - judged by the supervisor
-            self.error = error
+            end.set_exception(error)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits at most this many seconds; True if the group has ended."""
-        self.join(seconds)
-        return not self.is_alive()
+    # daemon: a group that never ends must not keep the command
+    threading.Thread(target=run, name="declutr-fit", daemon=True).start()
+    return end
 
 
 def kill_worker(heartbeat: dict[str, Any]) -> None:

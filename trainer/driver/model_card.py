@@ -84,7 +84,7 @@ class Card:
     def text(self) -> str:
         """The file."""
         start, head = "From scratch.", ""
-        if self.base is not None and _is_path(self.base):
+        if self.base is not None and _is_path(self.base):  # the hub takes only its own names as base_model
             start = f"Start: `{Path(self.base).name}`, a folder."
             head = "# base_model: OWNER/NAME, if the folder has a copy of a model of the hub\n"
         elif self.base is not None:

@@ -2,6 +2,7 @@
 
 Ray Train performs one start of the group at a time; it restarts a group by itself only to grow it or after a node was
 drained. So one policy covers every failure: of a worker, its node, the coordinator, the local Ray session, or a hang.
+Without Ray (`scaling.num_workers: 0`) the steps are taken in this process, and an error ends the run.
 """
 
 import secrets
@@ -9,7 +10,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +23,19 @@ from declutr.common.errors import ConfigError, RunStoppedError, TrainingFailedEr
 from declutr.common.session import start_ray
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.continuation import FAILURES, Device
+from declutr.trainer.checkpoints.store import RunStore
+from declutr.trainer.driver.continuation import FAILURES, choose_device
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_node, describe, oom_kills
-from declutr.trainer.driver.group import Fit, build_group, kill_worker
-from declutr.trainer.driver.watchdog import Hang, SlowStart, Watchdog
+from declutr.trainer.driver.group import build_group, kill_worker, start_fit
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.run import RunPlan
 from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
+from declutr.trainer.worker.heartbeat import Hang, Heartbeat, Watchdog
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
 _END_SECONDS = 10.0  # for the group's thread to notice that Ray was shut down
+_SLOW_SECONDS = 60.0  # a start takes a few seconds, and on a busy machine half a minute
 _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60 s
 
 
@@ -64,7 +69,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other
             self._before = {number: signal.getsignal(number) for number in _NUMBERS}
             if self._before[signal.SIGHUP] == signal.SIG_IGN:
                 del self._before[signal.SIGHUP]
@@ -104,21 +109,17 @@ class Signals:
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    `began` is the begin of the command (Unix time). `choose_device` returns the run's device, given Ray's resources.
-
-    Attributes:
-        line: the newest step's line of metrics; None before the first.
+    `began` is the begin of the command (Unix time). `store` gets the run's device; None: a run in a folder.
     """
 
-    def __init__(
-        self, plan: RunPlan, signals: Signals, began: float, choose_device: Callable[[Mapping[str, float]], Device]
-    ) -> None:
+    def __init__(self, plan: RunPlan, signals: Signals, began: float, store: RunStore | None) -> None:
         self.scaling, self.run, self.steps, self.signals = plan.config.scaling, plan.folder, plan.total_steps, signals
-        self._settings = plan.for_workers()
+        self._plan, self._settings = plan, plan.for_workers()
         self._name = str(self._settings["config"]["run"])
         self._checkpoints = child(self._name, CHECKPOINTS)
         self.restarts = 0
-        self.line: dict[str, Any] | None = None
+        self._here = Heartbeat(0, 1)  # of a run in this process
+        self._line: dict[str, Any] | None = None
         self._num_read: dict[tuple[str, int], int] = {}
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
@@ -126,8 +127,12 @@ class Supervisor:
         self._hang: Hang | None = None
         self._notices = ""
         self._began = began
-        self._slow_start = SlowStart(0.0)
-        self._choose_device = choose_device
+        self._store = store
+
+    @property
+    def line(self) -> dict[str, Any] | None:
+        """The newest step's line of metrics; None before the first."""
+        return self._here.line or self._line
 
     def run_to_end(self) -> int:
         """Starts the group until the run reaches its last step or stops early; returns the last step taken.
@@ -140,10 +145,10 @@ class Supervisor:
             self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds)
             self._hang = None
             kills_before = oom_kills()
-            outcome = self._start_once()
+            outcome = self._train_here() if self.scaling.local else self._start_once()
             if outcome is None:
                 return self.steps
-            self._began = time.time()
+            self._began = time.time()  # of the next start, whose seconds are logged
             if isinstance(outcome, GroupFailure):
                 self._continue_after(blame_memory(outcome, kills_before))
             elif outcome.get("given_up"):
@@ -156,11 +161,23 @@ class Supervisor:
                 reason = self._notices or outcome["stopped"]
                 get_logger().warning("saved at step %d after %s; starting again", outcome["step"], reason)
 
+    def _train_here(self) -> dict[str, Any] | None:
+        """Takes the steps in this process; the result is that of `work`."""
+        import torch  # which a driver of a group does not need
+
+        from declutr.trainer.worker.device import torch_as_before
+        from declutr.trainer.worker.entry import work
+
+        device = torch.device(choose_device(self.scaling, self.run, self._store, {"GPU": torch.cuda.device_count()}))
+        config, identity = self._plan.config, self._plan.identity
+        with torch_as_before():
+            return work(config, identity, device, self._here, self._began, lambda: self.signals.received)
+
     def _start_once(self) -> dict[str, Any] | GroupFailure | None:
         """Starts the group once; None at the last step, else the result of its workers or the failure."""
         try:
-            wait = _HEAD_SECONDS if self.restarts else 0.0
-            start_ray(self.scaling.num_cpus, self.scaling.address, wait)
+            wait_seconds = _HEAD_SECONDS if self.restarts else 0.0
+            start_ray(self.scaling.num_cpus, self.scaling.address, wait_seconds)
         except Exception as error:  # Ray raises a bare Exception, for example on a busy machine
             ray.shutdown()
             why, account = str(error), "".join(traceback.format_exception(error))
@@ -169,41 +186,42 @@ class Supervisor:
                     raise
                 why, account = error.problems[0], str(error)
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
-        device = self._choose_device(ray.cluster_resources())
-        self._slow_start = SlowStart(time.monotonic())
+        device = choose_device(self.scaling, self.run, self._store, ray.cluster_resources())
         channel = ControlChannel(secrets.token_hex(8))
         settings = {**self._settings, "device": device, "channel": channel.name, "began": self._began}
-        fit = Fit(build_group(self.scaling, self.run, settings))
-        reader = ChannelReader(channel)
-        fit.start()
+        trainer, reader = build_group(self.scaling, self.run, settings), ChannelReader(channel)
+        fit = start_fit(trainer)
         try:
             with reader:
-                lost = self._watch(fit, reader)
+                lost = self._watch(fit, reader)  # the reader's end reads the last lines
         finally:
             self._log_new_lines(reader.heartbeats)
             self._notices = " and ".join(heartbeat["notice"] for heartbeat in reader.heartbeats if heartbeat["notice"])
         if lost is not None:
             ray.shutdown()
             return lost
-        if fit.error is None:
-            outcome: dict[str, Any] | None = fit.value
+        cause = fit.exception()
+        if cause is None:
+            outcome: dict[str, Any] | None = fit.result()
             return outcome
         if self.signals.received is not None:
             raise self._stopped(None)
         nodes = {heartbeat["node"] for heartbeat in reader.heartbeats}
-        failure = blame_node(describe(fit.error), nodes, self.signals.wait)
+        failure = blame_node(describe(cause), nodes, self.signals.wait)
         if self._hang:
             failure = GroupFailure(str(self._hang), "hang", failure.account)
         elif self._notices:
             failure = replace(failure, summary=f"{failure.summary}, after {self._notices}")
-        if failure.lost:
+        if failure.lost:  # the next start needs a new session
             ray.shutdown()
         return failure
 
-    def _watch(self, fit: Fit, reader: ChannelReader) -> GroupFailure | None:
-        """Watches the workers until they end; returns a failure if Ray itself no longer answers."""
+    def _watch(self, fit: Future[Any], reader: ChannelReader) -> GroupFailure | None:
+        """Watches the workers until they end, and kills one that hangs; returns a failure if Ray no longer answers."""
         asked_at: float | None = None
-        while not fit.wait(EVERY_SECONDS):
+        began = time.monotonic()
+        report_at = began + _SLOW_SECONDS  # of a start without a step, once a minute
+        while not wait([fit], EVERY_SECONDS).done:
             now = time.monotonic()
             if self.signals.received is not None and asked_at is None:
                 asked_at = now
@@ -214,7 +232,7 @@ class Supervisor:
                 if reader.heartbeats:
                     get_logger().warning("the workers did not stop within %.0f s", now - asked_at)
                 ray.shutdown()  # without heartbeats no worker could save yet
-                fit.wait(_END_SECONDS)  # a thread that is still inside Ray can crash the process at its end
+                wait([fit], _END_SECONDS)  # a thread that is still inside Ray can crash the process at its end
                 raise self._stopped(None)
             if reader.draining and reader.stop_reason is None:
                 get_logger().warning("%s: saving", reader.draining)
@@ -222,25 +240,26 @@ class Supervisor:
             silent = now - reader.answered
             if silent > _LOST_SECONDS:
                 return GroupFailure(f"Ray's head has not answered for {silent:.0f} s", "head", "", lost=True)
-            self._check(reader.heartbeats, now)
+            hang = self._watchdog.look(reader.heartbeats, now)
+            self._log_new_lines(reader.heartbeats)
+            if any(heartbeat["steps"] for heartbeat in reader.heartbeats):
+                report_at = float("inf")
+            elif now >= report_at:
+                report_at += _SLOW_SECONDS
+                counts = Counter(heartbeat["phase"] for heartbeat in reader.heartbeats)
+                phases = ", ".join(f"{number} {phase}" for phase, number in sorted(counts.items())) or "none"
+                message = "no step yet after %.0f s; workers that have started: %s"
+                get_logger().info(message, now - began, phases)
+            if hang is not None and self._hang is None:
+                self._hang = hang
+                get_logger().error("%s; starting the group again", hang)
+                kill_worker(hang.heartbeat)
         return None
-
-    def _check(self, heartbeats: list[dict[str, Any]], now: float) -> None:
-        """Logs news of the workers, and kills a worker that hangs."""
-        hang = self._watchdog.look(heartbeats, now)
-        self._log_new_lines(heartbeats)
-        if message := self._slow_start.look(heartbeats, now):
-            get_logger().info("%s", message)
-        if hang is None or self._hang:
-            return
-        self._hang = hang
-        get_logger().error("%s; starting the group again", hang)
-        kill_worker(hang.heartbeat)
 
     def _log_new_lines(self, heartbeats: list[dict[str, Any]]) -> None:
         """Logs new lines of the workers, equal ones once, and keeps the first worker's newest metrics."""
         for heartbeat in heartbeats:
-            self.line = heartbeat["line"] or self.line
+            self._line = heartbeat["line"] or self._line
             key = (heartbeat["group"], heartbeat["rank"])
             new = heartbeat["num_logged"] - self._num_read.get(key, 0)
             self._num_read[key] = heartbeat["num_logged"]
@@ -275,6 +294,7 @@ class Supervisor:
         if why:
             raise TrainingFailedError(f"{where}\n{why}. {rest}")
         self.restarts += 1
+        # none at first: hosts of a spot market go all day
         pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.restart_backoff_seconds * 2 ** (times - 2))
         get_logger().warning(
             "%s; starting again%s (restart %d of at most %d)",

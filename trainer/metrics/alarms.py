@@ -5,7 +5,7 @@ They read what is on the host anyway, so that a device computes and sends nothin
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from declutr.trainer.objectives.config import ObjectiveConfig
 
@@ -18,29 +18,6 @@ _WAITING, _WAITED_STEPS = 0.5, 20  # mean share of the time that this many steps
 _FIRST_STEPS = 5  # of a start are not counted: nothing is prefetched yet
 _FULL = 0.95  # share of the memory
 _REPLAYED = 500  # lines of both ends: the highest spread is early, the windows are the newest
-
-
-class Alarm(NamedTuple):
-    """An alarm.
-
-    Attributes:
-        cause: `collapse`, `starving`, `memory` or `non_finite`.
-        step: step at which it was given.
-        figure: the value that is beyond the limit.
-        limit: the limit.
-        text: one sentence or two: the sign, and the remedy.
-    """
-
-    cause: str
-    step: int
-    figure: float
-    limit: float
-    text: str
-
-    def line(self) -> dict[str, Any]:
-        """The alarm as a line of metrics."""
-        text = f"step {self.step}: {self.text}"
-        return {"alarm": self.cause, "text": text, "figure": self.figure, "limit": self.limit}
 
 
 class _Spread:
@@ -88,16 +65,21 @@ class Alarms:
             self.add(line)
         self._past_causes = {line["alarm"] for line in lines if line["kind"] == "alarm"}
 
-    def add(self, line: Mapping[str, Any]) -> list[Alarm]:
-        """The new alarms that a line gives rise to: the first one of each cause that was not given before."""
+    def add(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The new alarms that a line gives rise to, as lines: the first of each cause that was not given before.
+
+        A line has the cause (`collapse`, `starving`, `memory` or `non_finite`) as `alarm`, the value beyond the limit
+        as `figure`, the `limit`, and as `text` the sign and the remedy.
+        """
         if line["kind"] == "start":
             self._first_step = line["step"]
             self._waits.clear()
-        alarms = list[Alarm]()
+        alarms, step = list[dict[str, Any]](), line["step"]
         for cause, figure, limit, text in list(self._signs(line)):  # all are read, also of a cause that was given
             if cause not in self._past_causes:
                 self._past_causes.add(cause)
-                alarms.append(Alarm(cause, line["step"], figure, limit, text))
+                facts = {"alarm": cause, "text": f"step {step}: {text}", "figure": figure, "limit": limit}
+                alarms.append({"kind": "alarm", "step": step, **facts})
         return alarms
 
     def _signs(self, line: Mapping[str, Any]) -> Iterator[tuple[str, float, float, str]]:

@@ -28,6 +28,7 @@ def _read(value: Any) -> Any:
         raise ValueError(
             "may mean every step or the whole run; write 1 for every step, or a share below 1, such as 0.5"
         )
+    # `true` of YAML is an int
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not number or (value > 1 and value != int(value)):
         raise ValueError(
@@ -42,6 +43,7 @@ Interval = Annotated[int | float, BeforeValidator(_read)]
 
 def steps_between(interval: float, total_steps: int) -> int:
     """An interval as a number of steps, for a run of `total_steps`; a share is rounded up to whole steps. 0 is 0."""
+    # 0.07 * 100 is 7.000000000000001
     return int(interval) if interval == 0 or interval >= 1 else max(1, math.ceil(total_steps * interval - 1e-9))
 
 

@@ -31,11 +31,6 @@ class PairsFile:
     least: int
     headed: bool = False
 
-    @property
-    def columns(self) -> int:
-        """Least number of columns."""
-        return max(self.score, self.first + 1) + 1
-
 
 FILES = {
     STSB: PairsFile("sts-dev.csv", "STS-B", score=4, first=5, least=0),
@@ -53,21 +48,22 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
         DataError: the file is missing or damaged; the message names it and the line.
     """
     path, columns = folder / file.name, slice(file.first, file.first + 2)
+    num_columns = max(file.score + 1, file.first + 2)
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8").split("\n")  # `splitlines` also cuts at signs such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
     pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (file.headed and number == 1):
             continue
-        fields = line.rstrip("\r").split("\t")
+        fields = line.rstrip("\r").split("\t")  # not `csv`: a quotation mark is a character of its text
         try:
             score = float(fields[file.score])
             first, second = fields[columns]
         except (ValueError, IndexError) as error:
             raise DataError(
-                f"{path}, line {number}: expected at least {file.columns} columns separated by tabs, a score in column "
+                f"{path}, line {number}: expected at least {num_columns} columns separated by tabs, a score in column "
                 f"{file.score + 1}"
             ) from error
         if not file.least <= score <= 5 or not first.strip() or not second.strip():

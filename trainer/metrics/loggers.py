@@ -200,7 +200,7 @@ def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], setti
         "entity": config.entity,
         "id": run_id(folder, facts),
         "name": folder.name,
-        "dir": str(folder),
+        "dir": str(folder.absolute()),
         "config": settings,
         "settings": _WANDB_SETTINGS | server,
     }
@@ -208,13 +208,14 @@ def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], setti
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {name: os.environ[name] for name in _CREDENTIALS if os.environ.get(name)}
     with (
-        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() as errors,  # a pipe would fill, as nobody reads it until the end
+        tempfile.TemporaryDirectory() as empty,
         subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],  # -P: in the run's folder, `wandb` is a folder of files
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            cwd=folder,  # a folder with settings of W&B elsewhere has no effect
+            cwd=empty,  # W&B reads settings in its folder, and those of a run may come from somebody else
             env=environment | {"WANDB_ERROR_REPORTING": "false"},
             start_new_session=True,  # Ctrl-C must not end it before the training
         ) as process,

@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import set_aside, write_text
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.loggers import Log, Logger, tensorboard
-
-if TYPE_CHECKING:  # reading metrics needs no torch
-    from declutr.trainer.step.step import StepMetrics
 
 METRICS = "metrics.jsonl"
 TEXTS = ("kind", "alarm", "text")
@@ -29,28 +26,6 @@ _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
 _TAIL_BYTES = 8192  # of the newest lines
 _OF_SCORES = ("validation", "alarm")  # kinds of lines of the weights with which a start begins
-
-
-def rates(
-    measured: "StepMetrics", seconds: float, documents: int, waited_seconds: float, peak_flops: float | None
-) -> dict[str, float | None]:
-    """Tokens and documents a second, the data-wait share of the time, utilisation and peak memory of a step.
-
-    Args:
-        measured: metrics of the step.
-        seconds: time of the step.
-        documents: number of documents of the step over all workers.
-        waited_seconds: time this worker waited for data.
-        peak_flops: peak FLOPs per second of all workers' devices together; None if unknown.
-    """
-    return {
-        "seconds": seconds,
-        "tokens_per_second": measured.num_tokens / seconds,
-        "documents_per_second": documents / seconds,
-        "data_wait_share": min(1.0, waited_seconds / seconds),  # a GPU may compute the step before in this time
-        "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
-        "peak_memory_mib": peak_memory_mib(),
-    }
 
 
 def memory_mib() -> float:
@@ -165,23 +140,19 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(self, step: int, metrics: "StepMetrics", extra: dict[str, float | None]) -> dict[str, Any]:
-        """Writes the metrics of a step; returns the line.
+    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a line of metrics, and the alarms that it gives rise to; returns the line.
 
         Args:
+            kind: `step`, `validation` (held-out scores of the weights after a step), or `start` (of a group).
             step: the step.
-            metrics: its metrics.
-            extra: its speed.
+            values: numbers by name.
         """
-        return self._watched({"kind": "step", "step": step, **metrics.line(), **extra})
-
-    def start(self, step: int, facts: dict[str, float]) -> None:
-        """Writes the seconds and the workers of a group's start."""
-        self._watched({"kind": "start", "step": step, **facts})
-
-    def scores(self, step: int, scores: dict[str, float]) -> None:
-        """Writes the held-out scores after a step."""
-        self._watched({"kind": "validation", "step": step, **scores})
+        line = self._add({"kind": kind, "step": step, **values})
+        for alarm in self._alarms.add(line) if self._alarms else ():
+            get_logger().warning("%s", alarm["text"])
+            self._add(alarm)
+        return line
 
     def flush(self) -> None:
         """Writes all lines to the disk before it returns.
@@ -195,17 +166,9 @@ class MetricsWriter:
         """Ends the thread after a last attempt, and the loggers."""
         self._closed = True
         self._added.set()
-        self._thread.join(_LAST_SECONDS)
+        self._thread.join(_LAST_SECONDS)  # a storage may hang
         for logger in self._loggers:
             logger.close()
-
-    def _watched(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Writes a line, and the alarms that it gives rise to."""
-        line = self._add(line)
-        for alarm in self._alarms.add(line) if self._alarms else ():
-            get_logger().warning("step %d: %s", alarm.step, alarm.text)
-            self._add({"kind": "alarm", "step": alarm.step, **alarm.line()})
-        return line
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
         bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -274,7 +237,7 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
     """A line of metrics; None if it is damaged."""
     try:
         line = json.loads(raw)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         return None
     whole = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
     numbers = (value for name, value in line.items() if name not in TEXTS) if whole else ()
@@ -282,18 +245,19 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
 
 
 def read_last_step(path: Path) -> dict[str, Any] | None:
-    """The newest step's line, read from the end of the file; None before the first."""
+    """The newest step's line, read from the end of the file; None before the first. One without its end is skipped."""
     if not path.is_file():
         return None
+    size, tail = path.stat().st_size, _TAIL_BYTES
     with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = stream.read().split(b"\n")
-    # the first piece may start inside a line; the last is empty or incomplete
-    for raw in reversed(lines[1:-1] if len(lines) > 2 else lines[:-1]):
-        line = _decoded(raw)
-        if line is not None and line["kind"] == "step":
-            return line
-    return None
+        while True:
+            stream.seek(max(0, size - tail))
+            lines = stream.read().split(b"\n")[:-1]
+            newest = map(_decoded, reversed(lines if tail >= size else lines[1:]))  # the first may begin within a line
+            line = next((line for line in newest if line is not None and line["kind"] == "step"), None)
+            if line is not None or tail >= size:
+                return line
+            tail *= 8
 
 
 def find_step(path: Path, step: int) -> dict[str, Any] | None:

@@ -5,53 +5,17 @@ Legend: N pairs, H embedding size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.metrics.config import STSB
-from declutr.trainer.metrics.judged_pairs import FILES, judged_cosines, read_pairs
+from declutr.trainer.metrics.judged_pairs import judged_cosines
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.scores import RowScore, by_size, embed_together
 from declutr.trainer.parallel.communicator import Communicator
-
-
-@dataclass(frozen=True)
-class StsPairs:
-    """Tokenized pairs.
-
-    Attributes:
-        ids: `2N` lists of token ids with specials: the first texts of all pairs, then the second ones.
-        gold: N judgements.
-        score: name of their score.
-    """
-
-    ids: list[list[int]]
-    gold: list[float]
-    score: str = STSB
-
-
-def read_judged(score: str, folder: Path, tokenizer: Any, max_tokens: int) -> StsPairs:
-    """Tokenizes a development set.
-
-    Args:
-        score: its score, one of `FILES`.
-        folder: folder of the file.
-        tokenizer: the shards' tokenizer.
-        max_tokens: largest number of tokens of a text, specials included; longer ones are cut at the end.
-
-    Raises:
-        DataError: see `read_pairs`.
-    """
-    pairs = read_pairs(folder, FILES[score])
-    texts = [first for _, first, _ in pairs] + [second for _, _, second in pairs]
-    ids = tokenizer(texts, truncation=True, max_length=max_tokens, return_attention_mask=False)["input_ids"]
-    return StsPairs(ids, [gold for gold, _, _ in pairs], score)
 
 
 @dataclass(frozen=True)
@@ -59,57 +23,39 @@ class StsValidator:
     """Scores an encoder on judged pairs, shared among the workers.
 
     Attributes:
-        pairs: the pairs.
+        ids: `2N` lists of token ids with specials: the first texts of all pairs, then the second ones.
+        gold: N judgements.
         layers: layers behind the pooling that are exported.
         comm: the workers.
         device: device of the encoder.
         sizes: smaller sizes of the embedding to score too.
+        score: name of the score.
     """
 
-    pairs: StsPairs
+    ids: list[list[int]]
+    gold: list[float]
     layers: Sequence[Dense]
     comm: Communicator
     device: torch.device
     sizes: tuple[int, ...] = ()
+    score: str = STSB
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """Spearman correlation in percent, 0 if all cosines are equal; None if embeddings are not finite."""
-        ids = self.pairs.ids
-        embeddings = embed_together(encoder, len(ids), self._batch, self.layers, self.comm, self.device)
+        embeddings = embed_together(encoder, len(self.ids), self._batch, self.layers, self.comm, self.device)
         if not bool(embeddings.isfinite().all()):
             return None
 
         def scores(size: int | None) -> dict[str, float]:
-            first, second = embeddings[:, :size].numpy().reshape(2, len(self.pairs.gold), -1)
-            pairs = judged_cosines(first, second, self.pairs.gold)
-            return {self.pairs.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
+            first, second = embeddings[:, :size].numpy().reshape(2, len(self.gold), -1)
+            pairs = judged_cosines(first, second, self.gold)
+            # pairs have no id, so their place in the file decides their half
+            return {self.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
 
         return by_size(self.sizes, scores)
 
     def _batch(self, part: slice) -> SpanBatch:
-        texts = self.pairs.ids[part]
+        texts = self.ids[part]
         nothing = torch.empty(0, dtype=torch.int64)
         ids = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
         return SpanBatch(ids, torch.tensor([len(text) for text in texts], dtype=torch.int64), nothing, nothing)
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Several validators as one."""
-
-    parts: Sequence[Validator]
-
-    def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """The scores of all parts; None if one has none."""
-        all_scores: dict[str, float] = {}
-        for part in self.parts:
-            scores = part.scores(encoder)
-            if scores is None:
-                return None
-            all_scores |= scores
-        return all_scores
-
-
-def together(parts: Sequence[Validator]) -> Validator | None:
-    """One validator with the scores of several; None without any."""
-    return None if not parts else parts[0] if len(parts) == 1 else _Together(parts)

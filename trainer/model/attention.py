@@ -7,6 +7,7 @@ On a GPU, torch's kernel for spans of different lengths computes all spans in on
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ _SMALL_TOKENS = 96
 # multiple: a larger number than needed costs nothing, and torch.compile sees few different ones.
 _LENGTH_UNIT = 128
 _LEAST_CAPABILITY = (8, 0)  # Ampere
-_MOST_HEAD_SIZE = 256
-_HEAD_SIZE_UNIT = 8
+_MOST_HEAD_SIZE = 256  # FlashAttention-2's
+_HEAD_SIZE_UNIT = 8  # 16 bytes in half precision, as its loads need
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -56,10 +57,11 @@ class Kernels(NamedTuple):
     ) = None
 
 
+@dataclass(eq=False)
 class AttentionLayout:
     """Positions of spans in a packed row, and inputs of attention, which are computed at first use.
 
-    Args:
+    Attributes:
         lengths: `(S,)` number of tokens of each span in packed order, on the CPU.
         device: device of the row.
         token_keys: `(T,)` keys of the tokens, for attention dropout; None without dropout.
@@ -68,22 +70,16 @@ class AttentionLayout:
         bounds: `(S + 1,)` int32 start positions of the spans, and the end of the last, on the device; for the kernels.
     """
 
-    def __init__(
-        self,
-        lengths: Tensor,
-        device: torch.device,
-        token_keys: Tensor | None = None,
-        rates: TokenRates | None = None,
-        kernels: Kernels | None = None,
-        bounds: Tensor | None = None,
-    ) -> None:
-        self.lengths = lengths
-        self.device = device
-        self.token_keys = token_keys
-        self.rates = rates
-        self.kernels = kernels
-        self.bounds = bounds
-        self.longest = -(-int(lengths.numpy().max(initial=1)) // _LENGTH_UNIT) * _LENGTH_UNIT
+    lengths: Tensor
+    device: torch.device
+    token_keys: Tensor | None
+    rates: TokenRates | None
+    kernels: Kernels | None
+    bounds: Tensor
+
+    def __post_init__(self) -> None:
+        """Rounds the length of the longest span up."""
+        self.longest = -(-int(self.lengths.numpy().max(initial=1)) // _LENGTH_UNIT) * _LENGTH_UNIT
 
     @cached_property
     def is_table(self) -> bool:
@@ -91,46 +87,35 @@ class AttentionLayout:
         return bool((self.lengths == self.lengths[0]).all())
 
     @cached_property
-    def groups(self) -> list[tuple[Tensor, Tensor | None]]:
+    def groups(self) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor]:
         """Groups of spans of similar length, which attend in one call and cover every token once.
 
         Of each, `(spans, longest)` positions in the packed row, which repeat a span's first token beyond its end, and
-        `(spans, longest)` True for tokens; None when all spans have the same length.
+        `(spans, longest)` True for tokens; None when all spans have the same length. Behind the groups, `(T,)` position
+        of each packed token in the concatenation of their entries.
         """
-        return [
-            (to_device(tokens, self.device), to_device(valid, self.device) if ragged else None)
-            for tokens, valid, ragged in self._groups
-        ]
-
-    @cached_property
-    def order(self) -> Tensor:
-        """`(T,)` position of each packed token in the concatenation of the groups' entries."""
-        tokens = torch.cat([tokens.flatten() for tokens, _, _ in self._groups])
-        valid = torch.cat([valid.flatten() for _, valid, _ in self._groups])
-        order = torch.empty(int(self.lengths.sum()), dtype=torch.int64)
-        order[tokens[valid]] = valid.nonzero()[:, 0]
-        return to_device(order, self.device)
-
-    @cached_property
-    def _groups(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """Tokens, valid mask, and True if some entries are invalid, for each group; on the CPU."""
         starts = (self.lengths.cumsum(0) - self.lengths).tolist()
         sizes = self.lengths.tolist()
         members: list[list[int]] = []
+        # The longest first, as it decides the padding.
         for span in sorted(range(len(sizes)), key=lambda span: -sizes[span]):
             longest = sizes[members[-1][0]] if members else 0
             if members and (sizes[span] >= _MIN_FILL * longest or longest <= _SMALL_TOKENS):
                 members[-1].append(span)
             else:
                 members.append([span])
-        groups = []
+        groups, order, entries = [], torch.empty(sum(sizes), dtype=torch.int64), 0
         for group in members:
             start = torch.tensor([starts[span] for span in group])[:, None]
             size = torch.tensor([sizes[span] for span in group])[:, None]
             place = torch.arange(sizes[group[0]])[None, :]
             valid = place < size
-            groups.append((torch.where(valid, start + place, start), valid, sizes[group[-1]] != sizes[group[0]]))
-        return groups
+            tokens = torch.where(valid, start + place, start)  # any token will do: its key is masked, its row dropped
+            order[tokens[valid]] = entries + valid.flatten().nonzero()[:, 0]
+            entries += valid.numel()
+            ragged = sizes[group[-1]] != sizes[group[0]]
+            groups.append((to_device(tokens, self.device), to_device(valid, self.device) if ragged else None))
+        return groups, to_device(order, self.device)
 
 
 def packed_attention(
@@ -159,12 +144,11 @@ def packed_attention(
     """
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
-    window, bounds, kernels = kwargs.get("sliding_window"), packed_layout.bounds, packed_layout.kernels
+    window, kernels = kwargs.get("sliding_window"), packed_layout.kernels
     drop = weight_dropout(module, dropout, packed_layout.token_keys, packed_layout.rates)
     if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropout is not None):
-        assert bounds is not None
         q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-        inputs = q, k, v, bounds, packed_layout.longest, scaling, window
+        inputs = q, k, v, packed_layout.bounds, packed_layout.longest, scaling, window
         if drop is None:
             return kernels.attend(*inputs)[None], None
         assert kernels.attend_dropout is not None
@@ -188,7 +172,8 @@ def attend_in_groups(
     if not table:
         rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []
-    for tokens, valid in layout.groups:
+    groups, order = layout.groups
+    for tokens, valid in groups:
         if table:
             q, k, v = (tensor[0].unflatten(1, tokens.shape).transpose(0, 1) for tensor in (query, key, value))
         else:
@@ -198,7 +183,7 @@ def attend_in_groups(
         if window is not None and longest > window:
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
-            mask = near if mask is None else mask & near
+            mask = near if mask is None else mask & near  # a group of short spans has no padding mask
         if drop is not None:
             explicit = attend_in_parts if query.is_cuda else attend_with_dropout
             group_drop = drop.rearranged(lambda tensor, places=tokens: tensor[places])  # type: ignore[misc]
@@ -206,7 +191,7 @@ def attend_in_groups(
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return (outputs[0] if table else torch.cat(outputs)[layout.order])[None]
+    return (outputs[0] if table else torch.cat(outputs)[order])[None]
 
 
 def prepare_modules(model: torch.nn.Module, keys: DropoutKeys) -> None:
@@ -244,7 +229,7 @@ def attend(
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
         window: w of |i - j| < w; None: the whole span.
     """
-    reach = -1 if window is None else window - 1
+    reach = -1 if window is None else window - 1  # the kernel's limit is |i - j| <= reach, and -1 none
     output = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
     assert isinstance(output, Tensor)
     return output

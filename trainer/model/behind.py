@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,18 +62,8 @@ class Dense(nn.Sequential):
 Step = Dense | Normalize
 
 
-def modules_of(steps: Iterable[Step]) -> nn.Sequential:
-    """The steps as one module."""
-    return nn.Sequential(*steps)
-
-
-def steps_of(modules: nn.Sequential) -> list[Step]:
-    """The steps of which `modules_of` made a module."""
-    return cast("list[Step]", list(modules))
-
-
-def write_steps(folder: Path, steps: Sequence[Step]) -> None:
-    """Adds dense layers with their activations, and normalisations, to an exported encoder, in their order.
+def write_steps(folder: Path, steps: Iterable[nn.Module]) -> None:
+    """Adds `Step`s, dense layers with their activations and normalisations, to an exported encoder, in their order.
 
     A normalisation of what is normalised already is left out.
     """
@@ -87,23 +77,19 @@ def write_steps(folder: Path, steps: Sequence[Step]) -> None:
         name = f"{len(modules)}_{kind}"
         (folder / name).mkdir()
         if isinstance(step, Dense):
-            _write_dense(folder / name, step)
+            linear, activation = step.linear, type(step[1])
+            settings = {
+                "in_features": linear.in_features,
+                "out_features": linear.out_features,
+                "bias": linear.bias is not None,
+                "activation_function": f"{activation.__module__}.{activation.__qualname__}",
+            }
+            write_json(folder / name / "config.json", settings)
+            weights = {f"linear.{key}": value.detach().cpu().contiguous() for key, value in linear.state_dict().items()}
+            save_file(weights, folder / name / "model.safetensors")
         entry = {"idx": len(modules), "name": str(len(modules)), "path": name}
         modules.append(entry | {"type": f"sentence_transformers.models.{kind}"})
     write_json(folder / "modules.json", modules)
-
-
-def _write_dense(folder: Path, layer: Dense) -> None:
-    linear, kind = layer.linear, type(layer[1])
-    settings = {
-        "in_features": linear.in_features,
-        "out_features": linear.out_features,
-        "bias": linear.bias is not None,
-        "activation_function": f"{kind.__module__}.{kind.__qualname__}",
-    }
-    write_json(folder / "config.json", settings)
-    weights = {f"linear.{key}": value.detach().cpu().contiguous() for key, value in linear.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
 
 
 def kind_of(name: str) -> str:

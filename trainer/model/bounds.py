@@ -59,23 +59,15 @@ def check_folder(folder: Path) -> None:
             number += 1
             if number > MAX_FILES:
                 raise DamagedError(f"{folder} holds more than {MAX_FILES:,} files; a model has a few dozen")
-            if path.exists() and not path.is_dir():
-                check_file(path)
-
-
-def check_file(path: Path) -> None:
-    """Checks one file of a model.
-
-    Raises:
-        DamagedError: it is a pipe or a device, or is too large to be read at once.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise DamagedError(f"{path} is not a file but a pipe, a socket or a device")
-    tokenizer = path.name in _TOKENIZER
-    mib = MAX_TOKENIZER_MIB if tokenizer else MAX_SETTINGS_MIB
-    if (tokenizer or path.suffix == ".json") and status.st_size > mib * MIB:
-        raise DamagedError(f"{path} has {status.st_size / MIB:,.0f} MiB; it may have {mib}")
+            if not path.exists() or path.is_dir():
+                continue
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError(f"{path} is not a file but a pipe, a socket or a device")
+            tokenizer = path.name in _TOKENIZER
+            mib = MAX_TOKENIZER_MIB if tokenizer else MAX_SETTINGS_MIB
+            if (tokenizer or path.suffix == ".json") and status.st_size > mib * MIB:
+                raise DamagedError(f"{path} has {status.st_size / MIB:,.0f} MiB; it may have {mib}")
 
 
 def check_config(values: Mapping[str, Any]) -> None:

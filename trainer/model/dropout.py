@@ -142,7 +142,7 @@ class WeightDropout:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would make a graph for each number, of NumPy's code
 def attention_words(layer: Tensor, heads: int, longest: int, device: torch.device) -> Tensor:
     """Cached words of a layer for each head and key position, `(heads, longest)`."""
-    number = int(layer)
+    number = int(layer)  # on the CPU, so no GPU is waited for
     table = _TABLES.get((number, device))
     if table is None or table.shape[0] < heads or table.shape[1] < longest:
         rows = [words((1 << 32) + number * 4096 + head, max(512, longest), device) for head in range(heads)]
@@ -158,6 +158,7 @@ def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
         keys: keys of the model's tokens.
         width: largest number of features of its hidden states.
     """
+    # A list: replaced while it is read.
     children = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     layers = [(parent, name, child) for parent, name, child in children if isinstance(child, nn.Dropout)]
     for number, (parent, name, child) in enumerate(layers):
@@ -236,6 +237,7 @@ def attend_with_dropout(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
+    # Half precision loses small weights.
     weights = scores.softmax(dim=-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
     return drop.apply(weights).to(value.dtype) @ value
 
@@ -261,7 +263,7 @@ def attend_in_parts(
         most_weights: largest number of weights that exist at a time; a span is never cut.
     """
     spans, heads, longest = query.shape[:3]
-    size = max(1, most_weights // max(1, heads * longest * longest))
+    size = max(1, most_weights // max(1, heads * longest * longest))  # a span above the limit is a part of its own
     parts = []
     for start in range(0, spans, size):
         part = slice(start, start + size)
@@ -275,7 +277,7 @@ def attend_in_parts(
                 scaling,
                 drop.rearranged(lambda tensor, part=part: tensor[part]),  # type: ignore[misc]
                 use_reentrant=False,
-                preserve_rng_state=False,
+                preserve_rng_state=False,  # keys decide what is dropped, so nothing is drawn
             )
         )
     return torch.cat(parts)

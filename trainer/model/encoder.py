@@ -34,7 +34,7 @@ from declutr.trainer.model.attention import (
     prepare_modules,
     register,
 )
-from declutr.trainer.model.behind import Dense, Step, modules_of
+from declutr.trainer.model.behind import Dense, Step
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import DropoutKeys, key_dropout
 from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
@@ -86,10 +86,13 @@ class Encoder(nn.Module):
         key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._compilation = Compilation(model.base_model, _mlm_loss, config.compile)
+        self._loss: Callable[..., Tensor] = _mlm_loss
+        self._compiled = config.compile  # None until a forward on a GPU, if kernels can be generated for it
+        if config.compile:
+            self._compile_layers()
         self.set_layout(config)
         self.padding_index = padding_index(model)
-        self.behind = modules_of(behind)
+        self.behind = nn.Sequential(*behind)
         widths = [step.linear.out_features for step in behind if isinstance(step, Dense)]
         self.output_size = widths[-1] if widths else self.hidden_size
         """Size of the exported encoder's embeddings."""
@@ -132,36 +135,25 @@ class Encoder(nn.Module):
 
     def _layers(self, batch: AnyBatch, name: str, values: Tensor) -> Tensor:
         """Last hidden states; `values` `(T, ...)` are passed to the model as `name`."""
-        table = batch.table
-        if self.config.layout == "padded":
-            places, shape = row_places(batch), (batch.num_spans, batch.longest)
-
-            def spread(tensor: Tensor) -> Tensor:
-                rows = tensor.new_zeros(shape[0] * shape[1])
-                rows[places] = tensor
-                return rows.view(shape)
-
+        table, padded = batch.table, self.config.layout == "padded"
+        inputs: dict[str, Any]
+        if padded:
+            self._set_keys(table, lambda tensor: as_rows(tensor, batch))
             filling = int(self.model.config.pad_token_id or 0) if name == "input_ids" else 0
-            self._set_keys(table, spread)
-            padded = {name: as_rows(values, batch, filling), "attention_mask": padding_mask(batch).long()}
-            rows = self._run(batch.device, padded)
-            return rows.flatten(0, 1)[places]
-        positions = position_ids(batch, self.padding_index)
-        # One kind for all tokens: on a GPU the gradient of T lookups of one row is added token by token.
-        kind = torch.zeros_like(positions[:, :1] if positions.is_cuda else positions)
-        kinds = {"token_type_ids": kind} if getattr(self.model.config, "type_vocab_size", 0) > 0 else {}
-        self._set_keys(table, lambda tensor: tensor[None])
-        drops = self.training and (table.attention is not None or drops_attention(self.model.config))
-        kernels = self.kernels(positions.device, drops)
-        layout = AttentionLayout(batch.lengths, positions.device, table.keys, table.attention, kernels, table.bounds)
-        inputs = {name: values[None], "position_ids": positions, "packed_layout": layout, **kinds}
-        return self._run(batch.device, inputs).squeeze(0)
-
-    def _run(self, device: torch.device, inputs: dict[str, Any]) -> Tensor:
-        """Last hidden states of the model's inputs."""
-        with self._compilation.forward_in(device, self.training, self.sharded):
+            inputs = {name: as_rows(values, batch, filling), "attention_mask": padding_mask(batch).long()}
+        else:
+            positions = position_ids(batch, self.padding_index)
+            # One kind for all tokens: on a GPU the gradient of T lookups of one row is added token by token.
+            kind = torch.zeros_like(positions[:, :1] if positions.is_cuda else positions)
+            kinds = {"token_type_ids": kind} if getattr(self.model.config, "type_vocab_size", 0) > 0 else {}
+            self._set_keys(table, lambda tensor: tensor[None])
+            drops = self.training and (table.attention is not None or drops_attention(self.model.config))
+            kernels, device = self.kernels(positions.device, drops), positions.device
+            layout = AttentionLayout(batch.lengths, device, table.keys, table.attention, kernels, table.bounds)
+            inputs = {name: values[None], "position_ids": positions, "packed_layout": layout, **kinds}
+        with self._forward_in(batch.device):
             states: Tensor = self.model.base_model(**inputs).last_hidden_state
-        return states
+        return states.flatten(0, 1)[row_places(batch)] if padded else states.squeeze(0)
 
     def _set_keys(self, table: TokenTable, arrange: Callable[[Tensor], Tensor]) -> None:
         """Gives the dropout layers the keys and rates of a batch's tokens, in the shape of its hidden states."""
@@ -203,41 +195,58 @@ class Encoder(nn.Module):
     def embed(self, batch: AnyBatch, frontend: Frontend | None = None) -> Tensor:
         """Embeddings of spans or of a frontend's clips, `(S, output_size)`, as the exported encoder computes them."""
         if self.sharded:
-            return self._pooled(batch.with_blank(), frontend)[:-1]
-        return self._pooled(batch, frontend)
+            batch = batch.with_blank()
+        pooled: Tensor = self.behind(self.pool(self.hidden(batch, frontend), batch.table.lengths))
+        return pooled[:-1] if self.sharded else pooled
 
     def forward(self, batch: AnyBatch, frontend: Frontend | None = None) -> tuple[Tensor, Tensor]:
         """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
-        if not self.sharded:
-            return self._encode(batch, frontend)
-        embeddings, mlm_sum = self._encode(batch.with_blank(), frontend)
-        return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks do not accept views
-
-    def _pooled(self, batch: AnyBatch, frontend: Frontend | None) -> Tensor:
-        pooled: Tensor = self.behind(self.pool(self.hidden(batch, frontend), batch.table.lengths))
-        return pooled
-
-    def _encode(self, batch: AnyBatch, frontend: Frontend | None) -> tuple[Tensor, Tensor]:
+        if self.sharded:
+            batch = batch.with_blank()
         hidden = self.hidden(batch, frontend)
         embeddings = _at_least_float32(self.projection(self.behind(self.pool(hidden, batch.table.lengths))))
-        if len(batch.selected) == 0:
-            return embeddings, embeddings.new_zeros(())
-        max_logits = _GPU_LOGITS if hidden.is_cuda else _LOGITS
-        rows = max(1, max_logits // int(self.model.config.vocab_size))
-        losses = [
-            self._predict(hidden[places], labels, keep=len(batch.selected) <= rows)
-            for places, labels in zip(batch.selected.split(rows), batch.labels.split(rows), strict=True)
-        ]
-        return embeddings, torch.stack(losses).sum()
+        mlm_sum = embeddings.new_zeros(())
+        if len(batch.selected):
+            max_logits = _GPU_LOGITS if hidden.is_cuda else _LOGITS
+            rows = max(1, max_logits // int(self.model.config.vocab_size))
+            losses = [
+                self._predict(hidden[places], labels, keep=len(batch.selected) <= rows)
+                for places, labels in zip(batch.selected.split(rows), batch.labels.split(rows), strict=True)
+            ]
+            mlm_sum = torch.stack(losses).sum()
+        # FSDP's hooks do not accept views
+        return (embeddings[:-1].clone() if self.sharded else embeddings), mlm_sum
 
     def _predict(self, hidden: Tensor, labels: Tensor, keep: bool) -> Tensor:
         """MLM loss of selected tokens, summed; without `keep`, the backward computes their logits again."""
-        with self._compilation.forward_in(hidden.device, self.training, self.sharded):
-            loss = self._compilation.loss
+        with self._forward_in(hidden.device):
             if keep or not torch.is_grad_enabled():
-                return loss(self.model, hidden, labels)
-            recomputed: Tensor = checkpoint(loss, self.model, hidden, labels, use_reentrant=False)
+                return self._loss(self.model, hidden, labels)
+            recomputed: Tensor = checkpoint(self._loss, self.model, hidden, labels, use_reentrant=False)
             return recomputed
+
+    def _forward_in(self, device: torch.device) -> AbstractContextManager[None]:
+        """The context of a forward on a device: compiled layers and losses are for training alone.
+
+        A validation has too few forwards to be worth another graph. Layers that gather their parameters are compiled
+        only by the setting.
+        """
+        if self._compiled is None and device.type == "cuda" and not self.sharded:
+            problem = compiler_problem()
+            self._compiled = problem is None
+            if problem:
+                get_logger().warning("the encoder is not compiled, so steps are slower: %s", problem)
+            else:
+                self._compile_layers()
+        if self.training or not self._compiled:
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
+
+    def _compile_layers(self) -> None:
+        """Compiles the layers and the loss of the head once for all lengths."""
+        compile_layers(self.model.base_model)
+        self._loss = torch.compile(_mlm_loss, dynamic=True)
 
 
 def _mlm_loss(model: "PreTrainedModel", hidden: Tensor, labels: Tensor) -> Tensor:
@@ -248,53 +257,6 @@ def _mlm_loss(model: "PreTrainedModel", hidden: Tensor, labels: Tensor) -> Tenso
 def _at_least_float32(values: Tensor) -> Tensor:
     """Values in float32 instead of autocast's half precision, for pooling and losses; float64 stays."""
     return values if values.dtype == torch.float64 else values.float()
-
-
-class Compilation:
-    """Compiles an encoder's layers and the loss of its head once for all lengths, for training alone.
-
-    A validation has too few forwards to be worth another graph.
-
-    Args:
-        layers: the encoder without its head; changed in place.
-        loss: computes the loss of the head.
-        setting: `encoder.compile`; None: compile on a GPU, if kernels can be generated for it.
-
-    Attributes:
-        loss: the same as the argument, compiled or not.
-    """
-
-    def __init__(self, layers: nn.Module, loss: Callable[..., Tensor], setting: bool | None) -> None:
-        self._layers = layers
-        self.loss = loss
-        self._undecided = setting is None
-        self._compiled = bool(setting)
-        if setting:
-            self._compile()
-
-    def forward_in(self, device: torch.device, training: bool, sharded: bool) -> AbstractContextManager[None]:
-        """The context of a forward.
-
-        Args:
-            device: device of the batch.
-            training: true in training mode.
-            sharded: true if every layer gathers its parameters; such layers are compiled only by the setting.
-        """
-        if self._undecided and device.type == "cuda" and not sharded:
-            self._undecided = False
-            if problem := compiler_problem():
-                get_logger().warning("the encoder is not compiled, so steps are slower: %s", problem)
-            else:
-                self._compiled = True
-                self._compile()
-        if training or not self._compiled:
-            return nullcontext()
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-        return stance
-
-    def _compile(self) -> None:
-        compile_layers(self._layers)
-        self.loss = torch.compile(self.loss, dynamic=True)
 
 
 def drops_attention(hf: Any) -> bool:

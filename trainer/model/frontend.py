@@ -91,14 +91,8 @@ def load_vit(frontend: Frontend) -> None:
         vit_config = AutoConfig.from_pretrained(source)
         if vit_config.model_type != "vit":
             raise EncoderError(f"{setting}: is of type {vit_config.model_type}, not vit; name a ViT")
-        width = frontend.cls.shape[0]
-        requirements = {
-            "hidden_size": width,
-            "patch_size": config.patch_size[0],
-            "image_size": config.image_size,
-            "num_channels": 3,
-        }
-        for name, value in requirements.items():
+        sizes = (frontend.cls.shape[0], config.patch_size[0], config.image_size, 3)
+        for name, value in zip(("hidden_size", "patch_size", "image_size", "num_channels"), sizes, strict=True):
             own = getattr(vit_config, name)
             own = own[0] if isinstance(own, (list, tuple)) else own
             if own != value:

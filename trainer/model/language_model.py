@@ -174,14 +174,10 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
             f"model type {hf.model_type} is not an encoder with a masked language model; "
             f"use one of {', '.join(FAMILIES)}"
         )
-    if config.dropout is not None:
-        for name in _DROPOUTS:
-            if hasattr(hf, name):
-                setattr(hf, name, config.dropout)
-    if config.attention_dropout is not None:
-        for name in ATTENTION_DROPOUTS:
-            if hasattr(hf, name):
-                setattr(hf, name, config.attention_dropout)
+    for names, rate in ((_DROPOUTS, config.dropout), (ATTENTION_DROPOUTS, config.attention_dropout)):
+        for name in names:
+            if rate is not None and hasattr(hf, name):
+                setattr(hf, name, rate)
     return hf
 
 

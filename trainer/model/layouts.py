@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from declutr.common.errors import EncoderError
-from declutr.trainer.data.batches import PatchBatch, SpanBatch
+from declutr.trainer.data.batches import AnyBatch, PatchBatch, SpanBatch
 from declutr.trainer.model.encoder import Encoder, mlm_head
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.model.language_model import FAMILIES, max_span_tokens
@@ -21,7 +21,7 @@ from declutr.trainer.model.language_model import FAMILIES, max_span_tokens
 Layout = Literal["packed", "padded"]
 # Relative to the largest entry. For 30 untrained families, rounding was at most 3e-6 and the smallest leak 5e-4.
 _TOLERANCE = 2e-5
-_LENGTHS = [3, 7, 5, 7]
+_LENGTHS = [3, 7, 5, 7]  # two of one length, so that padding alone does not tell spans apart
 _MOST_TOKENS = 512  # limit for the span that is longer than a local attention's window
 # Errors that the code of a family may raise when it cannot compute a layout.
 _CANNOT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
@@ -81,21 +81,14 @@ def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
         encoder: the encoder in the layout that fits it; it is left unchanged.
         frontend: the frontend of a task.
     """
-    kind, lengths = encoder.model.config.model_type, torch.tensor([3, 2])
+    # No two patches alike: a mix would show.
     values = torch.linspace(-1, 1, 5 * frontend.patches.in_features).view(5, -1)
-    clips = PatchBatch(values, torch.tensor([0, 1, 1, 0, 1]), lengths).to(next(encoder.parameters()).device)
-    training = encoder.training
-    encoder.eval()
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            together = encoder.hidden(clips, frontend)
-            alone = torch.cat([encoder.hidden(clips.span_slice(i, i + 1), frontend) for i in range(2)])
-    except _CANNOT as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"model type {kind} cannot read patches ({reason}); use another encoder"
-    finally:
-        encoder.train(training)
-    return None if _equal(together, alone) else f"model type {kind} mixes the patches of a batch; use another encoder"
+    clips = PatchBatch(values, torch.tensor([0, 1, 1, 0, 1]), torch.tensor([3, 2]))
+    with _Trial(encoder, clips.to(next(encoder.parameters()).device), frontend) as trial:
+        if trial.equals_alone(encoder.config.layout):
+            return None
+        problem = f"cannot read patches{trial.why}" if trial.why else "mixes the patches of a batch"
+    return f"model type {encoder.model.config.model_type} {problem}; use another encoder"
 
 
 def drops_by_key(encoder: Encoder) -> bool:
@@ -113,12 +106,13 @@ def _unequal(encoder: Encoder, what: str, why: str) -> str:
 
 
 class _Trial:
-    """Runs forwards of an encoder in eval mode and restores its settings afterwards."""
+    """Runs forwards of an encoder in eval mode over artificial spans, or clips; restores its settings afterwards."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, clips: PatchBatch | None = None, frontend: Frontend | None = None) -> None:
         self.encoder = encoder
+        self.frontend = frontend
         self.why = ""  # error of the last test, if it failed with one
-        self.batch = _spans(encoder)
+        self.batch: AnyBatch = clips or _spans(encoder)
         self.alone: Tensor | None = None  # hidden states of every span by itself
 
     def __enter__(self) -> "_Trial":
@@ -129,7 +123,7 @@ class _Trial:
     def __exit__(self, *_: Any) -> None:
         self.encoder.set_layout(self.before[0])
         self.encoder.train(self.before[1])
-        self.encoder.keys.clear()
+        self.encoder.keys.clear()  # those of the artificial spans
 
     def equals_alone(self, layout: Layout) -> bool:
         """True if the hidden states of all spans together equal those of each span alone."""
@@ -148,7 +142,7 @@ class _Trial:
 
     def trains(self, layout: Layout) -> bool:
         """True if a forward with dropout succeeds."""
-        short = self.batch.span_slice(0, self.batch.num_spans - 1)
+        short = self.batch.span_slice(0, self.batch.num_spans - 1)  # without the long span, which takes the time
         self.encoder.train()
         passed = self._passes(lambda: bool(self._hidden(short, layout).isfinite().all()))
         self.encoder.eval()
@@ -163,7 +157,7 @@ class _Trial:
 
     def head_is_whole(self) -> bool:
         """True if the head, applied to hidden states, gives the logits of the whole model."""
-        span, model = self.batch.span_slice(1, 2), self.encoder.model
+        span, model = _spans(self.encoder).span_slice(1, 2), self.encoder.model
 
         def test() -> bool:
             hidden = self._hidden(span, "padded")
@@ -182,13 +176,13 @@ class _Trial:
             self.why = f" ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
             return False
 
-    def _hidden(self, batch: SpanBatch, layout: Layout, seed: int | None = None) -> Tensor:
+    def _hidden(self, batch: AnyBatch, layout: Layout, seed: int | None = None) -> Tensor:
         self.encoder.set_layout(self.encoder.config.model_copy(update={"layout": layout}))
-        devices = [batch.input_ids.device] if batch.input_ids.is_cuda else []
+        devices = [batch.device] if batch.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if seed is not None:
                 torch.manual_seed(seed)
-            return self.encoder.hidden(batch)
+            return self.encoder.hidden(batch, self.frontend)
 
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:
@@ -204,9 +198,9 @@ def _spans(encoder: Encoder) -> SpanBatch:
     lengths = list(_LENGTHS)
     if window := max((window for window in windows if isinstance(window, int)), default=0):
         lengths[-1] = max(lengths[-1], min(window + 8, max_span_tokens(encoder.model), _MOST_TOKENS))
-    special = {config.pad_token_id, None}
+    special = {config.pad_token_id, None}  # padding would be masked
     allowed = [number for number in range(min(64, config.vocab_size)) if number not in special]
     ids = torch.tensor([allowed[place % len(allowed)] for place in range(sum(lengths))])
     nothing = torch.empty(0, dtype=torch.int64)
-    keys = torch.arange(1, len(lengths) + 1, dtype=torch.int32)
+    keys = torch.arange(1, len(lengths) + 1, dtype=torch.int32)  # any, as long as they differ
     return SpanBatch(ids, torch.tensor(lengths), nothing, nothing, keys).to(next(encoder.parameters()).device)

@@ -278,8 +278,8 @@ class Objective(nn.Module, ABC, Generic[Config]):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of `matryoshka` below that of the whole embedding, ascending."""
-        matryoshka = self.config.matryoshka
-        return () if matryoshka is None else matryoshka.smaller(self.exported_size)
+        cuts = [] if self.config.matryoshka is None else self.config.matryoshka.cuts(self.exported_size)
+        return tuple(sorted(size for size, _ in cuts if size < self.exported_size))
 
     def validator(self, held_out: HeldOutSplit) -> Validator | None:
         """Builds the validator that computes `config.scores` on held-out rows; None if there are no scores."""
@@ -308,18 +308,13 @@ def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     module, _, name = config.implementation.partition(":")
     try:
         implementation = getattr(import_module(module), name)
+        if not (isinstance(implementation, type) and issubclass(implementation, Objective)):
+            raise TypeError("it is not a subclass of Objective")
+        if missing := sorted(getattr(implementation, "__abstractmethods__", ())):
+            raise TypeError(f"it does not define {', '.join(missing)}")
     except (Exception, SystemExit) as error:  # an import may raise anything, or end a command with status 0
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(_not_usable(config, why)) from error
-    if not (isinstance(implementation, type) and issubclass(implementation, Objective)):
-        raise UsageError(_not_usable(config, "is not a subclass of Objective"))
-    if missing := sorted(getattr(implementation, "__abstractmethods__", ())):
-        raise UsageError(_not_usable(config, f"does not define {', '.join(missing)}"))
+        raise UsageError(
+            f"objective.kind = {config.kind}: implementation = {config.implementation!r}: {type(error).__name__}: "
+            f"{error}; correct or reinstall the package of this objective"
+        ) from error
     return implementation
-
-
-def _not_usable(config: ObjectiveConfig, why: str) -> str:
-    return (
-        f"objective.kind = {config.kind}: implementation = {config.implementation!r}: {why}; correct or reinstall the "
-        "package of this objective"
-    )

@@ -102,10 +102,6 @@ class MatryoshkaConfig(Strict):
         sizes = [embedding_size if size == "all" else size for size in self.sizes]
         return list(zip(sizes, self.weights or [1.0] * len(sizes), strict=True))
 
-    def smaller(self, embedding_size: int) -> tuple[int, ...]:
-        """The sizes below that of the whole embedding, ascending."""
-        return tuple(sorted(size for size, _ in self.cuts(embedding_size) if size < embedding_size))
-
     def problem(self, embedding_size: int) -> str | None:
         """The reason why an embedding of this size cannot be cut to these sizes, or None."""
         sizes = [size for size, _ in self.cuts(embedding_size)]
@@ -164,6 +160,8 @@ class ObjectiveConfig(Strict):
     scores: ClassVar[tuple[str, ...]] = ()
     """Names of the held-out scores that its validator computes; `validation.score` is one of them, by default the
     first."""
+    sets_rates: ClassVar[bool] = False
+    """True if its spans have dropout rates, which replace those of the encoder."""
     method: ClassVar[str]
     """Name of the method, for the model card."""
     without_mlm: ClassVar[str] = "another objective"
@@ -212,11 +210,6 @@ class ObjectiveConfig(Strict):
     @property
     def needs_dropout(self) -> bool:
         """True if views of a row differ by dropout alone, so that an encoder without dropout teaches nothing."""
-        return False
-
-    @property
-    def sets_rates(self) -> bool:
-        """True if its spans have dropout rates, which replace those of the encoder."""
         return False
 
     @property

@@ -13,20 +13,11 @@ from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseC
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
-RESERVED = frozenset({"loss", "grad_norm", "lr", "num_selected", "num_tokens", "padding_share", "flops", "skipped"}) | {
-    "kind",
-    "step",
-    "time",
-    "seconds",
-    "batch_digest",
-    "batch_uniformity",
-    "batch_participation_ratio",
-    "mfu",
-    "peak_memory_mib",
-    "data_wait_share",
-    "tokens_per_second",
-    "documents_per_second",
-}
+RESERVED = frozenset({
+    "loss", "grad_norm", "lr", "num_selected", "num_tokens", "padding_share", "flops", "skipped", "kind", "step",
+    "time", "seconds", "batch_digest", "batch_uniformity", "batch_participation_ratio", "mfu", "peak_memory_mib",
+    "data_wait_share", "tokens_per_second", "documents_per_second",
+})  # fmt: skip
 """Keys of a line in `metrics.jsonl` that no loss term may have."""
 DEFAULT = DeclutrConfig()
 """The objective of a configuration that does not name one."""

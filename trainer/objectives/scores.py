@@ -214,8 +214,8 @@ def compute_together(
         total: number of rows.
         width: numbers in a row.
         rows_of: computes the rows of a slice of `range(total)`, with forwards of the encoder; the slice may be empty.
-        comm: the workers.
-        device: device of the encoder.
+        comm: as of `embed_together`.
+        device: likewise.
         chunk: number of rows computed at a time.
     """
     was_training = encoder.training

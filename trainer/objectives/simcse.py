@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from declutr.pipeline.shards.content import CONTRADICTION, ENTAILMENT
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.objectives.base import Gathered, RowShard, tile_rows, tiles_of, unit_rows
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import SimcseConfig
-from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts, draw_labelled
+from declutr.trainer.objectives.texts import I64, TextCollator, TextObjective, Texts, draw_labelled
 
 _MASKED = 9  # above the views' numbers, 0 to 2, so a copy has its own dropout
 """Number of the first masked copy among the spans of its row."""
@@ -138,43 +135,6 @@ class _Scores:
                 yield first, second, tile
 
 
-@dataclass(frozen=True)
-class SimcseCollator:
-    """Packs the views of each row one after the other, and behind them all masked copies.
-
-    Attributes:
-        packer: packs texts.
-        config: settings of the objective.
-    """
-
-    packer: TextPacker
-    config: SimcseConfig
-
-    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
-        """The spans of n rows."""
-        texts = Texts(rows)
-        if self.config.supervised:
-            hypotheses = [
-                draw_labelled(texts, label, self.packer.seed, epochs) for label in (ENTAILMENT, CONTRADICTION)
-            ]
-            views = np.stack([texts.first, *hypotheses], axis=1)
-        else:
-            views = np.stack([texts.first, texts.first], axis=1)
-        chosen = views.reshape(-1)
-        # one number, one dropout key
-        own = np.zeros(views.shape[1], np.int64) if self.config.equal_views else np.arange(views.shape[1])
-        numbers = np.tile(own, len(rows))
-        places = torch.arange(len(chosen)).view(views.shape)  # before the copies, which are no views
-        masking = None
-        if self.config.mlm:
-            masking = self.config.masking, slice(len(chosen), None)
-            copied = views if self.config.mlm_copies == "all" else views[:, :1]
-            chosen = np.concatenate([chosen, copied.reshape(-1)])
-            numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), len(rows))])
-        spans = self.packer.pack(texts, chosen, numbers, epochs, masking=masking)
-        return RankBatch(spans, len(rows), len(rows), views=places)
-
-
 class Simcse(TextObjective[SimcseConfig]):
     """The cross entropy over `(M, 2, D)` views, or `(M, 3, D)` with hard negatives."""
 
@@ -188,9 +148,27 @@ class Simcse(TextObjective[SimcseConfig]):
         if config.head:
             self.head = Dense(nn.Linear(embedding_size, embedding_size), nn.Tanh())  # the released MLP pooler
 
-    def collator(self, vocabulary: Vocabulary, max_content: int) -> SimcseCollator:
-        """Builds the collator that packs views and masked copies."""
-        return SimcseCollator(self.packer(vocabulary, max_content), self.config)
+    def batch(self, texts: Texts, epochs: I64, collator: TextCollator) -> RankBatch:
+        """The views of each row one after the other, and behind them all masked copies."""
+        config, count = self.config, len(texts.first)
+        if config.supervised:
+            hypotheses = [draw_labelled(texts, label, self.run.seed, epochs) for label in (ENTAILMENT, CONTRADICTION)]
+            views = np.stack([texts.first, *hypotheses], axis=1)
+        else:
+            views = np.stack([texts.first, texts.first], axis=1)
+        chosen = views.reshape(-1)
+        # one number, one dropout key
+        own = np.zeros(views.shape[1], np.int64) if config.equal_views else np.arange(views.shape[1])
+        numbers = np.tile(own, count)
+        places = torch.arange(len(chosen)).view(views.shape)  # before the copies, which are no views
+        masking = None
+        if config.mlm:
+            masking = config.masking, slice(len(chosen), None)
+            copied = views if config.mlm_copies == "all" else views[:, :1]
+            chosen = np.concatenate([chosen, copied.reshape(-1)])
+            numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), count)])
+        spans = collator.pack(texts, chosen, numbers, epochs, masking=masking)
+        return RankBatch(spans, count, count, views=places)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""

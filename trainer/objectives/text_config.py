@@ -115,15 +115,13 @@ class SimcseConfig(TextObjectiveConfig):
         """Reports shards that do not fit the mode."""
         del run
         kind = manifest.content.kind
-        if not self.supervised and kind in ("pairs", "triples"):
+        if kind in self.reads and self.supervised == (kind == "sentences"):
+            value, other, kinds = (
+                ("true", "false", "triples or pairs") if self.supervised else ("false", "true", "sentences")
+            )
             return [
-                f"objective.supervised = false: the shards hold {kind}; set it to true, or prepare sentences "
-                "(content.kind=sentences)"
-            ]
-        if self.supervised and kind == "sentences":
-            return [
-                "objective.supervised = true: the shards hold sentences; set it to false, or prepare triples or pairs "
-                "(content.kind)"
+                f"objective.supervised = {value}: the shards hold {kind}; set it to {other}, or prepare {kinds} "
+                f"(content.kind={kinds})"
             ]
         if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "required_labels", ())):
             return [
@@ -143,9 +141,10 @@ class ScdConfig(TextObjectiveConfig):
     of the projected views over the global batch.
     """
 
-    implementation: ClassVar[str] = "declutr.trainer.objectives.scd:Scd"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.texts:Scd"
     metrics: ClassVar[tuple[str, ...]] = ("repulsion", "decorrelation")
     method: ClassVar[str] = "SCD"
+    sets_rates: ClassVar[bool] = True
 
     kind: Literal["scd"] = "scd"
     dropout_rates: tuple[Rate, Rate] = (0.05, 0.155)
@@ -188,11 +187,6 @@ class ScdConfig(TextObjectiveConfig):
             f"(now {self.decorrelation_weight}), or make objective.dropout_rates {list(self.dropout_rates)} more alike"
         )
 
-    @property
-    def sets_rates(self) -> bool:
-        """True: the two views have different rates."""
-        return True
-
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports batches without correlation, and a loss that is always 0."""
         del manifest
@@ -213,7 +207,7 @@ Limit = Annotated[int, Field(ge=1)] | Literal["all"]
 class SclConfig(TextObjectiveConfig):
     """SCL on natural language inference: loss = (1 - lambda) cross entropy + lambda supervised contrast."""
 
-    implementation: ClassVar[str] = "declutr.trainer.objectives.scl:Scl"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.texts:Scl"
     metrics: ClassVar[tuple[str, ...]] = ("classification", "contrastive")
     reads: ClassVar[tuple[ContentKind, ...]] = ("pairs",)
     method: ClassVar[str] = "SCL"

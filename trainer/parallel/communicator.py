@@ -13,6 +13,7 @@ same parameters. Three rules ensure that for any share of the batch:
 - Everything else works on whole tensors. A sharded run saves the same files as an unsharded one.
 """
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,10 +24,39 @@ from torch import Tensor, nn
 
 from declutr.trainer.data.plan import part_of
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.parallel.request import Request
 
-_BUCKET_ELEMENTS = 32 * 1024 * 1024
+_BUCKET_ELEMENTS = 32 * 1024 * 1024  # 128 MiB of float32: messages few enough, and a second copy of the gradients small
 Kind = TypeVar("Kind", bound=Tensor)
+
+
+class Request(enum.IntFlag):
+    """A worker's requests in a step; all workers carry out what any of them requests."""
+
+    SAVE = 1
+    """Save a checkpoint of the step."""
+    STOP = 2
+    """Save and stop: a signal came, or a machine is about to be removed."""
+    FAIL = 4
+    """Stop without a checkpoint, because checkpoints cannot be written."""
+    EARLY = 8
+    """Save and end the run, because its scores no longer improve."""
+    REPORT = 16
+    """Report a written checkpoint to Ray Train."""
+    MEMORY = 32
+    """Repeat the step with smaller microbatches, because memory ran out."""
+
+
+@dataclass
+class Agreement:
+    """Requests that travel with the exchange in which workers agree whether a step fitted their memory.
+
+    Attributes:
+        requests: returns this worker's requests.
+        agreed: the requests of all workers; None before the exchange, and with one worker.
+    """
+
+    requests: Callable[[], Request]
+    agreed: Request | None = None
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -63,9 +93,8 @@ class Communicator:
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a tensor over ranks, without gradient."""
-        values = values.detach().clone()
-        if self.size > 1:
-            dist.all_reduce(values)
+        values = values.detach().clone()  # all_reduce works in place
+        self.all_reduce_sum_(values)
         return values
 
     def all_reduce_sum_(self, values: Tensor) -> None:
@@ -73,33 +102,22 @@ class Communicator:
         if self.size > 1:
             dist.all_reduce(values)
 
-    def wait(self, works: Sequence[Any]) -> None:
-        """Waits for exchanges that have started."""
-        for work in works:
-            work.wait()
-
     def row_range(self, total: int, chunk: int) -> tuple[int, int]:
         """This rank's part [start, end) of `total` rows; chunk-aligned when the reduction is deterministic."""
         return part_of(total, chunk if self.deterministic else 1, self.rank, self.size)
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum of all ranks' numbers."""
-        if self.size == 1:
-            return number
         return int(reduce_by_doubling(torch.tensor([number]), self.rank, self.size, torch.maximum))
 
     def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
         """The sums of all ranks' integers, one for each place."""
-        if self.size == 1:
-            return list(counts)
         sums: list[int] = reduce_by_doubling(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
         return sums
 
     def all_reduce_or(self, requests: Request) -> Request:
         """The union of all ranks' requests, the same on every rank."""
-        if self.size == 1:
-            return requests
-        raised = torch.tensor([requests.value])
+        raised = torch.tensor([requests.value])  # on the CPU: requests need no GPU and no wait for it
         return Request(int(reduce_by_doubling(raised, self.rank, self.size, torch.bitwise_or)))
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -109,7 +127,7 @@ class Communicator:
         """
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter)  # every rank must send the same buckets
         if self.size == 1:
             return
         own = [p.grad for p in parameters if p.grad is not None and not is_part(p)]
@@ -145,7 +163,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, start: int, total: int) -> Tensor:
         ctx.span = (start, start + len(rows))
-        table = rows.new_zeros(total, *rows.shape[1:])
+        table = rows.new_zeros(total, *rows.shape[1:])  # adding zeros changes no row
         table[start : start + len(rows)] = rows
         dist.all_reduce(table)
         return table
@@ -153,13 +171,13 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         start, end = ctx.span
-        return gradients[0][start:end], None, None
+        return gradients[0][start:end], None, None  # complete, as every rank computes the whole loss
 
 
 def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Combines a tensor of all ranks by recursive doubling (Thakur, Rabenseifner and Gropp 2005).
 
-    It takes log2(ranks) rounds; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
+    It takes log2(ranks) rounds, none with one rank; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
 
     In round k, ranks whose numbers differ in bit k exchange what they have combined so far. Of a number of ranks that
     is no power of two, the last ones give theirs to a partner before the first round and get the result after the last.
@@ -173,9 +191,7 @@ def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[
     paired = 1 << (size.bit_length() - 1)  # the largest power of two that is not above the number of ranks
     if rank >= paired:
         dist.send(values, rank - paired)
-        result = torch.empty_like(values)
-        dist.recv(result, rank - paired)
-        return result
+        return _received(values, rank - paired)  # the result
     if rank + paired < size:
         values = combine(values, _received(values, rank + paired))
     distance = 1
@@ -213,6 +229,7 @@ def shard(encoder: Encoder, comm: Communicator) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    # One dimension: parts over all workers.
     mesh = init_device_mesh(next(encoder.parameters()).device.type, (comm.size,))
     layers = [module for module in encoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*layers, encoder]:

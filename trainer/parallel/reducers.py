@@ -137,7 +137,6 @@ class BucketedReducer:
     completes them. A bucket is sent as soon as it and all buckets before it are complete.
 
     Args:
-        comm: the workers.
         parameters: in the order of the forward; not sharded, of one type.
         compressed: type of the exchange, for example bfloat16; None: that of the gradients.
         bucket_bytes: size of a bucket; a larger parameter is alone in its bucket.
@@ -145,12 +144,10 @@ class BucketedReducer:
 
     def __init__(
         self,
-        comm: Communicator,
         parameters: Sequence[nn.Parameter],
         compressed: torch.dtype | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self.comm = comm
         self.compressed = compressed
         self.buckets: list[Bucket] = []
         self._armed = False
@@ -209,6 +206,7 @@ class BucketedReducer:
         bucket.work = dist.all_reduce(bucket.sent, async_op=True)
 
     def _wait(self) -> None:
-        self.comm.wait([bucket.work for bucket in self.buckets if bucket.work is not None])
         for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
             bucket.work = None

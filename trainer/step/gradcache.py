@@ -4,12 +4,17 @@ The two passes follow GradCache (Gao et al. 2021). The first computes embeddings
 each piece with its graph and the same dropout, and applies the gradient of the loss with respect to the embeddings. The
 number of tokens in a piece (`Microbatch`) affects memory, never results.
 
+With `scaling.elastic_determinism`, sums must not depend on the number of workers. Then each canonical microbatch has a
+separate forward and backward, and its gradient is a separate term of the sums (trainer/parallel/reducers.py). The loss
+is computed from the embeddings of all, whole and the same on every worker.
+
 What an objective gives in a step (facts, dropout keys, terms) is checked for mistakes that no loss curve shows.
 
 Legend: M rows of views of the global batch, D embedding size.
 """
 
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from declutr.common import seeding
 from declutr.common.errors import UsageError
-from declutr.trainer.data.batches import AnyBatch, RankBatch
+from declutr.trainer.data.batches import AnyBatch, RankBatch, canonical_microbatches
 from declutr.trainer.objectives.base import Gathered, Objective, RowShard
 from declutr.trainer.parallel.communicator import Communicator
 
@@ -43,6 +48,7 @@ _FAILED_ALLOCATIONS = (
 )
 SPREAD = ("batch_uniformity", "batch_participation_ratio")
 """Names of the numbers of `spread` in the metrics."""
+_MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 _SPREAD_ROWS = 256  # enough for both numbers, and few enough to cost nothing next to a step
 
 
@@ -69,10 +75,6 @@ class Microbatch:
             return Microbatch(_CPU_TOKENS if device.type == "cpu" else None, automatic=True)
         return Microbatch(setting)
 
-    def cut(self, spans: AnyBatch) -> list[AnyBatch]:
-        """The microbatches of a worker's share."""
-        return list(spans.microbatches(self.max_tokens))
-
     def lower(self, spans: AnyBatch, comm: Communicator) -> None:
         """Halves the limit of all workers after one ran out of memory in a step.
 
@@ -96,14 +98,16 @@ def out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(phrase in str(error) for phrase in _FAILED_ALLOCATIONS)
 
 
-def facts_problem(batch: RankBatch) -> str | None:
-    """The reason why facts cannot be gathered with the rows of this rank, or None."""
+def batch_problem(objective: Objective[Any], batch: RankBatch) -> str | None:
+    """The reason why facts cannot be gathered, or why views that must differ by dropout do not; or None."""
     for name, values in batch.facts.items():
         if values.dtype != torch.int64 or values.shape != (batch.num_rows,):
             return (
                 f"the fact {name!r} is {values.dtype} of shape {list(values.shape)}; it must be torch.int64 of shape "
                 f"[{batch.num_rows}], one number for each row"
             )
+    if (objective.config.needs_dropout or objective.config.sets_rates) and batch.views_alike:
+        return "all views of a row have the same dropout key, so their masks are not independent; number the spans"
     return None
 
 
@@ -122,16 +126,6 @@ def terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | 
     if views.requires_grad and not any(value.requires_grad for value in terms.values()):
         return f"has no gradient with respect to the views in any of its terms {sorted(terms)}; do not detach them"
     return None
-
-
-def keys_problem(objective: Objective[Any], batch: RankBatch) -> str | None:
-    """The reason why views that must differ by dropout do not, or None."""
-    config = objective.config
-    if not (config.needs_dropout or config.sets_rates) or not batch.num_rows or batch.spans.keys is None:
-        return None
-    if not batch.views_alike:
-        return None
-    return "all views of a row have the same dropout key, so their masks are not independent; number the spans"
 
 
 @dataclass(frozen=True)
@@ -175,10 +169,14 @@ class GradCache:
     Attributes:
         task: the task.
         step: 1-based optimizer step.
+        batch: this rank's share of the batch.
+        pieces: its microbatches.
     """
 
     task: "TrainTask"
     step: int
+    batch: RankBatch
+    pieces: list[AnyBatch]
 
     @property
     def objective(self) -> Objective[Any]:
@@ -190,16 +188,16 @@ class GradCache:
         """The workers."""
         return self.task.comm
 
-    def count(self, batch: RankBatch, failed: bool = False) -> GlobalCounts | None:
+    def count(self, failed: bool = False) -> GlobalCounts | None:
         """Totals over all ranks, by one all-reduce; None on every rank if one of them has `failed`.
 
         Raises:
             UsageError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
                 of a row share a dropout key although they must differ by dropout.
         """
-        size, rank = self.comm.size, self.comm.rank
+        batch, size, rank = self.batch, self.comm.size, self.comm.rank
         own = [0] * 2 * size
-        problem = facts_problem(batch) or keys_problem(self.objective, batch)
+        problem = batch_problem(self.objective, batch)
         names_code = zlib.crc32(repr(list(batch.facts)).encode()) & 0x7FFF_FFFF  # of the facts, in their order
         # a place for each rank: one sum tells all ranks everything
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else names_code
@@ -214,55 +212,50 @@ class GradCache:
             )
         return None if failures else GlobalCounts(selected, sum(rows[:rank]), sum(rows))
 
-    def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Span embeddings and MLM loss of each piece, with their graph; of several pieces the embeddings alone."""
-        if len(pieces) > 1 and not self.objective.config.embeds:
+    def embed(self) -> list[tuple[Tensor, Tensor]]:
+        """Span embeddings and MLM loss of each piece, with their graphs if they are kept; else the embeddings alone."""
+        pieces, kept = self.pieces, self._keeps_graphs()
+        if not kept and not self.objective.config.embeds:
             return []  # the loss does not combine pieces, so one pass is enough
-        with torch.set_grad_enabled(len(pieces) == 1):
-            if len(pieces) > 1:  # the second pass predicts
+        with torch.set_grad_enabled(kept):
+            if not kept:  # the second pass predicts
                 pieces = [piece.unselected() for piece in pieces]
             return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
-    def differentiate(
-        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
-    ) -> Gradients:
+    def _keeps_graphs(self) -> bool:
+        """True if the backward of each piece uses the graph of `embed`; False if it computes the piece again."""
+        task, limit = self.task, self.task.microbatch.max_tokens
+        if task.reducer is None or task.encoder.config.activation_checkpointing:
+            return len(self.pieces) == 1  # a recomputation uses the dropout keys of the latest forward
+        return limit is None or sum(piece.num_tokens for piece in self.pieces) <= limit
+
+    def differentiate(self, embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts) -> Gradients:
         """Accumulates this rank's part of the gradient, after `embed`.
 
         Without a share, every rank computes the whole gradient of the objective's parameters. Only the first rank keeps
         it, so that the sum over ranks counts it once.
         """
-        gradients = self._differentiate(batch, pieces, embedded, counts)
-        if self.comm.rank and self._row_shard(batch, counts) is None:
+        reducer = self.task.reducer
+        share = self.task.weight * self.objective.config.mlm_weight / max(1, counts.selected)
+        # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
+        with nullcontext() if reducer is None or not self.comm.rank else reducer.ignoring():
+            terms, gradient, gathered, spread = self._through_loss(embedded, counts)
+        mlm_sum = self._second_pass(gradient, share, embedded)
+        if self.comm.rank and self._row_shard(counts) is None:
             for parameter in self.objective.parameters():
                 parameter.grad = None  # of ranks but the first: replicated layers must not add up
-        return gradients
-
-    def _differentiate(
-        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
-    ) -> Gradients:
-        share = self.task.weight * self.objective.config.mlm_weight / max(1, counts.selected)
-        if len(pieces) == 1:
-            spans, mlm_sum = embedded[0]
-            terms, gathered, spread = self._loss(spans, batch, counts)
-            self._before_last()
-            backward(self._total(terms, spans) + mlm_sum * share)
-            return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered, spread)
-        terms, gradient, gathered, spread = self._through_loss(embedded, batch, counts)
-        mlm_sum = self._second_pass(pieces, gradient, share, [])
         return Gradients(terms, mlm_sum, counts.selected, gathered, spread)
 
-    def _second_pass(
-        self, pieces: list[AnyBatch], gradient: Tensor | None, share: float, kept: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def _second_pass(self, gradient: Tensor | None, share: float, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Backward of each piece; the sum of the MLM losses.
 
         Args:
-            pieces: the pieces.
             gradient: `(S, D)`, of the loss with respect to the span embeddings; None: it uses none.
             share: factor of the MLM loss.
             kept: embeddings and MLM loss of each piece, with their graphs, released one by one; empty: they are
                 computed again.
         """
+        pieces = self.pieces
         upstream = [None] * len(pieces) if gradient is None else gradient.split([piece.num_spans for piece in pieces])
         total = torch.zeros((), device=pieces[0].device)
         for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
@@ -270,18 +263,17 @@ class GradCache:
             if kept:
                 kept[number] = spans.detach(), mlm_sum.detach()  # releases the graph once this backward is done
             through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
-            if number == len(pieces) - 1:
-                self._before_last()
+            if number == len(pieces) - 1 and self.task.overlap is not None:
+                self.task.overlap.arm()  # sums of gradients that start in the last backward may start
             backward(through_spans + mlm_sum * share)
-            total = total + self._addend(mlm_sum.detach())
+            mlm_sum = mlm_sum.detach()
+            if self.task.reducer is not None:  # so that the order of the pieces has no effect on the sum
+                mlm_sum = (mlm_sum.double() / _MLM_STEP).round() * _MLM_STEP
+            total = total + mlm_sum
         return total
 
-    def _addend(self, mlm_sum: Tensor) -> Tensor:
-        """The MLM loss of a piece as it is added to those of others."""
-        return mlm_sum
-
     def _through_loss(
-        self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: GlobalCounts
+        self, embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
     ) -> tuple[dict[str, Tensor], Tensor | None, Gathered | None, Tensor | None]:
         """The loss terms, their gradient with respect to this rank's span embeddings, views to remember, their spread.
 
@@ -289,20 +281,19 @@ class GradCache:
         """
         if not embedded:
             return {}, None, None, None
-        cached = torch.cat([spans for spans, _ in embedded])
-        embedded.clear()  # the copy in `cached` is enough
-        cached.requires_grad_(True)  # a leaf: the graph ends here, and the encoder runs again
-        terms, gathered, spread = self._loss(cached, batch, counts)
+        cached = torch.cat([spans.detach() for spans, _ in embedded])
+        if not self._keeps_graphs():
+            embedded.clear()  # the copy in `cached` is enough
+        cached.requires_grad_(True)  # a leaf: the graph ends here, and the second pass continues it
+        terms, gathered, spread = self._loss(cached, counts)
         backward(self._total(terms, cached))
-        return _detached(terms), cached.grad, gathered, spread
+        return {name: value.detach() for name, value in terms.items()}, cached.grad, gathered, spread
 
-    def _loss(
-        self, spans: Tensor, batch: RankBatch, counts: GlobalCounts
-    ) -> tuple[dict[str, Tensor], Gathered | None, Tensor | None]:
+    def _loss(self, spans: Tensor, counts: GlobalCounts) -> tuple[dict[str, Tensor], Gathered | None, Tensor | None]:
         """The loss terms of the global batch, from this rank's span embeddings, the views to remember, their spread."""
         if not self.objective.config.embeds:
             return {}, None, None
-        views, total = self._views(spans, batch), counts.num_rows
+        batch, views, total = self.batch, self._views(spans), counts.num_rows
         shape = (batch.num_rows, self.objective.num_views)
         if views.dim() != 3 or views.shape[:2] != shape:
             raise ValueError(
@@ -317,28 +308,33 @@ class GradCache:
             {name: self.comm.all_gather(values, counts.first_row, total) for name, values in batch.facts.items()},
             self.task.seed,
             self.step,
-            self._row_shard(batch, counts),
+            self._row_shard(counts),
         )
         terms = self.objective.terms(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
             raise UsageError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None, spread(table)
 
-    def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
-        """Views of this rank's rows, `(m, V, D)`."""
-        return self.objective.views(spans, batch)
+    def _views(self, spans: Tensor) -> Tensor:
+        """Views of this rank's rows, `(m, V, D)`; those of each canonical microbatch are computed alone."""
+        if self.task.reducer is None:
+            return self.objective.views(spans, self.batch)
+        microbatches = canonical_microbatches(self.batch)
+        parts = spans.split([microbatch.spans.num_spans for microbatch in microbatches])
+        views = torch.cat(
+            [self.objective.views(part, microbatch) for part, microbatch in zip(parts, microbatches, strict=True)]
+        )
+        return views + 0.0  # a gather by sums turns -0 into 0, and one worker gathers nothing
 
-    def _stream(self, number: int) -> tuple[int, int]:
-        """Rank and number of a microbatch that key torch's generator."""
-        return self.comm.rank, number
-
-    def _row_shard(self, batch: RankBatch, counts: GlobalCounts) -> RowShard | None:
+    def _row_shard(self, counts: GlobalCounts) -> RowShard | None:
         """This rank's share of the loss; None if every rank computes all of it."""
+        if self.task.reducer is not None:  # sums within shares would depend on the number of workers
+            return None
         views = counts.num_rows * self.objective.num_views
         # below it, the exchange costs more than the scores
         if self.comm.size == 1 or not self.objective.shards_rows or views <= self.task.shared_rows:
             return None
-        return RowShard(self.comm, counts.first_row, counts.first_row + batch.num_rows, counts.num_rows)
+        return RowShard(self.comm, counts.first_row, counts.first_row + self.batch.num_rows, counts.num_rows)
 
     def _total(self, terms: dict[str, Tensor], like: Tensor) -> Tensor:
         """The sum of the terms with the task's weight; 0 without terms."""
@@ -350,23 +346,16 @@ class GradCache:
 
         Dropout is keyed by token (trainer/model/dropout.py). Only values that a family drops by functions of torch
         use torch's generator. It is seeded with (seed, step, rank, microbatch), so that the second pass repeats the
-        first.
+        first; for canonical microbatches as on one worker that has all of them.
         """
-        device, task = piece.device, self.task
+        device, task, rank = piece.device, self.task, self.comm.rank
+        if task.reducer is not None:
+            rank, number = 0, number + (self.batch.canonical[0].number if self.batch.canonical else 0)
         autocast = torch.autocast(device.type, dtype=task.autocast, enabled=task.autocast is not None)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), autocast:
-            torch.manual_seed(seeding.torch_seed(self.task.seed, "dropout", self.step, *self._stream(number)))
+            torch.manual_seed(seeding.torch_seed(self.task.seed, "dropout", self.step, rank, number))
             embeddings, mlm_sum = task.encoder(piece, *(() if task.frontend is None else (task.frontend,)))
         return embeddings, mlm_sum
-
-    def _before_last(self) -> None:
-        """Before the last backward: sums of gradients that start in it may start."""
-        if self.task.overlap is not None:
-            self.task.overlap.arm()
-
-
-def _detached(terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in terms.items()}
 
 
 def backward(loss: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Parameter groups, clipping, AdamW with and without bias correction, and the learning rate of a step."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
         cut = int(config.cut_fraction * total_steps)
         share = step / cut if step < cut else 1 - (step - cut) / max(1, total_steps - cut)
         return config.lr * (1 + (config.ratio - 1) * share) / config.ratio
-    done, warmup = step - 1, math.ceil(config.warmup_ratio * total_steps)
+    done, warmup = step - 1, math.ceil(config.warmup_ratio * total_steps)  # ceil, as transformers' Trainer rounds
     if done < warmup:
         return config.lr * done / warmup
-    share = (done - warmup) / max(1, total_steps - warmup)
+    share = (done - warmup) / max(1, total_steps - warmup)  # a run may be all warm-up
     factors = {"linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share)), "constant": 1.0}
     return config.lr * max(0.0, factors[config.schedule])
 
@@ -55,7 +55,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     The norms of sharded and replicated parameters are summed separately, because torch cannot stack both kinds.
     """
     kinds = [[p for p in parameters if is_part(p) == sharded] for sharded in (True, False)]
-    kinds = [kind for kind in kinds if kind]
+    kinds = [kind for kind in kinds if kind]  # most runs have one kind, which torch clips itself
     if len(kinds) == 1:
         return full_tensor(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm))
     gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
@@ -65,7 +65,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
         factor = max_norm / (norm + 1e-6)  # as torch clips
         for group in gradients:
             multiply_all(group, min(1.0, factor))
-    return torch.tensor(norm, dtype=torch.float64, device=norms[0].device)
+    return torch.tensor(norm, dtype=torch.float64, device=norms[0].device)  # float64: no digit of the sum is lost
 
 
 def build_optimizer(
@@ -125,15 +125,13 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self._fused = fused
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is computed again
         """One update of every parameter that has a gradient."""
-        loss = None if closure is None else closure()
+        if closure is not None:
+            raise TypeError("a closure is not called: the loss of a step is computed before")
         for group in self.param_groups:
+            # As torch's AdamW does.
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 state: dict[str, Tensor] = self.state[parameter]
@@ -144,7 +142,6 @@ class UncorrectedAdamW(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self._update(group, parameter, **self.state[parameter])
-        return loss
 
     def _update(self, group: dict[str, Any], parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         (first, second), gradient = group["betas"], parameter.grad

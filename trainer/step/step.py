@@ -13,9 +13,8 @@ from declutr.common.console.logs import get_logger
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Agreement, Communicator
 from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
-from declutr.trainer.parallel.request import Agreement
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import SPREAD, Gradients
 from declutr.trainer.step.optim import clip_gradients, learning_rate

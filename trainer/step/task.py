@@ -1,9 +1,5 @@
 """A training task of a run: an objective on the encoder, with everything that computes its gradient and its totals.
 
-With `scaling.elastic_determinism`, sums must not depend on the number of workers. Then each canonical microbatch has a
-separate forward and backward, and its gradient is a separate term of the sums (trainer/parallel/reducers.py). The loss
-is computed from the embeddings of all, whole and the same on every worker.
-
 FLOPs: the forward of a token costs 2 for every weight of the encoder's linear layers, plus 4 * layers * H * span length
 for attention (scores and weighted sum, without reduction for a sliding window). The MLM head costs
 2 * (H^2 + H * vocabulary) for each selected token. A backward costs twice its forward. Not counted as work of the model
@@ -13,7 +9,6 @@ checkpointing.
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,11 +20,10 @@ from declutr.trainer.data.batches import AnyBatch, RankBatch, canonical_microbat
 from declutr.trainer.data.packedbatch import to_device
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.objectives.base import SHARED_ROWS, Objective, RowShard
-from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.objectives.base import SHARED_ROWS, Objective
+from declutr.trainer.parallel.communicator import Agreement, Communicator, Request
 from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
-from declutr.trainer.parallel.request import Agreement, Request
-from declutr.trainer.step.gradcache import GlobalCounts, GradCache, Gradients, Microbatch, out_of_memory
+from declutr.trainer.step.gradcache import GradCache, Gradients, Microbatch, out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +47,6 @@ _PEAKS = {
     "A10G": (70e12, 35e12),
     "L4": (121e12, 30.3e12),
 }
-_MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 NUM_COUNTS = 5  # first numbers of `TrainTask.totals`, before the terms of the loss
 T = TypeVar("T")
 
@@ -87,67 +80,6 @@ def peak_flops(gpu: str | None, half: bool) -> float | None:
 def gpu_name(device: torch.device) -> str | None:
     """Name of the GPU; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
-@dataclass(frozen=True)
-class CanonicalCache(GradCache):
-    """Both passes of a step, by canonical microbatches.
-
-    Attributes:
-        first_canonical: number of this rank's first microbatch in the global batch.
-    """
-
-    first_canonical: int
-
-    def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Span embeddings and MLM loss of each piece, with their graphs if `microbatch.max_tokens` allows them all.
-
-        Otherwise the second pass computes each again, as it does with activation checkpointing.
-        """
-        limit, tokens = self.task.microbatch.max_tokens, sum(piece.num_tokens for piece in pieces)
-        kept = limit is None or tokens <= limit
-        if self.task.encoder.config.activation_checkpointing:
-            kept = len(pieces) == 1  # a recomputation uses the dropout keys of the latest forward
-        if not kept and not self.objective.config.embeds:
-            return []
-        with torch.set_grad_enabled(kept):
-            return [self._forward(piece, number) for number, piece in enumerate(pieces)]
-
-    def _differentiate(
-        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
-    ) -> Gradients:
-        reducer = self.task.reducer
-        assert reducer is not None
-        share = self.task.weight * self.objective.config.mlm_weight / max(1, counts.selected)
-        cached = [(spans.detach(), mlm_sum.detach()) for spans, mlm_sum in embedded]
-        kept = embedded if any(tensor.requires_grad for pair in embedded for tensor in pair) else []
-        # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
-        with reducer.ignoring() if self.comm.rank else nullcontext():
-            terms, gradient, gathered, spread = self._through_loss(cached, batch, counts)
-        mlm_sum = self._second_pass(pieces, gradient, share, kept)
-        return Gradients(terms, mlm_sum, counts.selected, gathered, spread)
-
-    def _addend(self, mlm_sum: Tensor) -> Tensor:
-        """In float64 and rounded, so that the order of the pieces has no effect on the sum."""
-        return (mlm_sum.double() / _MLM_STEP).round() * _MLM_STEP
-
-    def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
-        """Views of the rank's rows, computed for each microbatch alone."""
-        microbatches = canonical_microbatches(batch)
-        parts = spans.split([microbatch.spans.num_spans for microbatch in microbatches])
-        views = torch.cat(
-            [self.objective.views(part, microbatch) for part, microbatch in zip(parts, microbatches, strict=True)]
-        )
-        return views + 0.0  # a gather by sums turns -0 into 0, and one worker gathers nothing
-
-    def _row_shard(self, batch: RankBatch, counts: GlobalCounts) -> RowShard | None:
-        """None: sums within shares would depend on the number of workers."""
-        del batch, counts
-        return None
-
-    def _stream(self, number: int) -> tuple[int, int]:
-        """As for one worker that has all microbatches."""
-        return 0, self.first_canonical + number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,13 +139,12 @@ class TrainTask:
         Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed. The
         first of these two exchanges counts the batch too; the second one carries the requests of `agreement`.
         """
-        passes = self._passes(batch, step)
-        pieces = self._pieces(batch)
-        embedded = self._tried(lambda: passes.embed(pieces))
-        counts = passes.count(batch, failed=embedded is None)
+        passes = GradCache(self, step, batch, self._pieces(batch))
+        embedded = self._tried(passes.embed)
+        counts = passes.count(failed=embedded is None)
         if embedded is None or counts is None:
             return None
-        result = self._tried(lambda: passes.differentiate(batch, pieces, embedded, counts))
+        result = self._tried(lambda: passes.differentiate(embedded, counts))
         if self.microbatch.automatic and self.overlap is not None:
             self.overlap.flush()  # a rank that failed sends the rest too, so that all enter the same exchanges
         return result if self._all_fit(result is not None, agreement) else None
@@ -240,13 +171,7 @@ class TrainTask:
         """The microbatches of a share: canonical ones if the bits must not depend on the number of workers."""
         if self.reducer is not None:
             return [microbatch.spans for microbatch in canonical_microbatches(batch)]
-        return self.microbatch.cut(batch.spans)
-
-    def _passes(self, batch: RankBatch, step: int) -> GradCache:
-        """Both passes of a step."""
-        if self.reducer is None:
-            return GradCache(self, step)
-        return CanonicalCache(self, step, batch.canonical[0].number if batch.canonical else 0)
+        return list(batch.spans.microbatches(self.microbatch.max_tokens))
 
     def _pieces(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""

@@ -61,7 +61,7 @@ class _Group(_RaysBackend):  # type: ignore[misc]
 def _prepare() -> None:
     """Sets what torch reads when it makes the process group, and when it first uses a GPU, which Ray does next."""
     # batches have different lengths, whose blocks would not fit into each other
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     use_network_of(ray.util.get_node_ip_address())
 
@@ -82,7 +82,7 @@ def _refuse(problem: str) -> None:
 
 def listen() -> None:
     """Makes the first SIGTERM a stop notice; the second one ends the process. Call it from the main thread."""
-    _signalled.clear()
+    _signalled.clear()  # of an earlier training in this process
     before = signal.getsignal(signal.SIGTERM)
 
     def take_notice(number: int, frame: Any) -> None:

@@ -80,7 +80,7 @@ class ChannelReader(Watcher):
     """
 
     def __init__(self, channel: ControlChannel) -> None:
-        super().__init__(EVERY_SECONDS, "declutr-reader", at_once=True)
+        super().__init__(EVERY_SECONDS, "declutr-reader", at_once=True)  # the size of the group is not known yet
         self.heartbeats: list[dict[str, Any]] = []
         self.answered = time.monotonic()
         self.draining: str | None = None
@@ -96,6 +96,7 @@ class ChannelReader(Watcher):
                 self._posted = True
             self.heartbeats = self._channel.heartbeats()
             self._seconds = period(max((heartbeat["size"] for heartbeat in self.heartbeats), default=1))
+            # a worker at its end needs its node no longer
             self.draining = draining(
                 {heartbeat["node"] for heartbeat in self.heartbeats if heartbeat["phase"] != "ended"}
             )
@@ -107,16 +108,6 @@ class ChannelReader(Watcher):
         with contextlib.suppress(*UNREACHABLE):  # a lost head takes the entries with it
             self.heartbeats = self._channel.heartbeats()
             self._channel.clear()
-
-
-def draining(nodes: set[str]) -> str | None:
-    """A message if one of these nodes is about to be removed, with the remaining time."""
-    deadlines = {node: at for node, at in draining_nodes().items() if node in nodes}
-    if not deadlines:
-        return None
-    node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
-    left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
-    return f"node {node[:8]} is about to be removed{left}"
 
 
 # The only use of names of Ray that are not public. A later version of Ray may lack one of them, so pyproject.toml
@@ -137,15 +128,21 @@ def head() -> Any:
     return client
 
 
-def draining_nodes() -> dict[str, int]:
-    """Nodes that are about to be removed: id and Unix time in milliseconds, 0 if unknown.
+def draining(nodes: set[str]) -> str | None:
+    """A message if one of these nodes is about to be removed, with the remaining time.
 
     Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this reads the same source.
     """
     from ray._private.state import state
 
-    nodes: dict[str, int] = state.get_draining_nodes()
-    return nodes
+    # Unix time in milliseconds by node, 0 if unknown
+    deadlines: dict[str, int] = {node: at for node, at in state.get_draining_nodes().items() if node in nodes}
+    if not deadlines:
+        return None
+    # one without a time counts as the last
+    node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
+    left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
+    return f"node {node[:8]} is about to be removed{left}"
 
 
 def drain_node(node: str, reason: str, end: float) -> str | None:

@@ -1,7 +1,8 @@
 """A worker's part in checkpoints. The first worker chooses and writes them; all take part in the collectives."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,18 @@ from declutr.common.errors import SaveError
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.ranking import EarlyStopping
+from declutr.trainer.checkpoints.ranking import early_end, history
 from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import Reported, RunState
-from declutr.trainer.checkpoints.store import after_save
+from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
-from declutr.trainer.parallel.request import Request
+from declutr.trainer.parallel.communicator import Request
+from declutr.trainer.step.step import TrainStep
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.scheduler import TaskScheduler
 
-if TYPE_CHECKING:  # loads Ray, which a run without it does not need
+if TYPE_CHECKING:  # it imports this file
     from declutr.trainer.worker.entry import Reporter
 
 _NO_ROWS: F64 = np.empty(0)
@@ -35,7 +36,7 @@ class Checkpointing:
 
     Attributes:
         early: true if the run ended before its last step because its scores no longer improved.
-        early_stopping: judges the scores on the first worker.
+        early_request: EARLY when the run is to end because its scores no longer improve; on the first worker only.
         identity: hashes of settings and data, which the checkpoints of this run have.
         at_start: true if no step of the run is done.
         saver: saver of the first worker inside `writing`; otherwise None.
@@ -47,17 +48,18 @@ class Checkpointing:
         run: Path,
         identity: dict[str, str],
         hashes: dict[str, str],
-        scheduler: TaskScheduler,
+        train_steps: Sequence[TrainStep],
         heartbeat: Heartbeat,
         reporter: "Reporter | None" = None,
     ) -> None:
         self.early = False
-        self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
+        self.early_request = Request(0)
+        self._scores: dict[int, float] = {}  # by step, if there is a patience
         self.saver: Saver | None = None
         self.at_start = False
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
-        self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main
+        self._config, self._run, self._train_steps, self._train_step = config, run, train_steps, train_steps[-1]
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
@@ -77,14 +79,16 @@ class Checkpointing:
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if latest is None else latest[1]
-            load(path, self._scheduler.train_steps)
+            load(path, self._train_steps)
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
-            for update in self._scheduler.train_steps:
+            for update in self._train_steps:
                 update.nonfinite_losses.skipped, update.nonfinite_losses.in_a_row = counts.get(update.name, (0, 0))
             self._reported, self._validated = state.reported, done
         self.at_start = done == 0
         if first:
-            self.early_stopping.resume(done)
+            if self._config.validation.patience is not None:
+                # the scores of a quiet run, so that this one ends at the same step
+                self._judge(history(self._run, self._config.validation.score, done))
             line = read_last_step(self._run / METRICS)
             last_step = 0 if line is None else line["step"]
             if done or last_step:
@@ -95,7 +99,7 @@ class Checkpointing:
     def ended(self, done: int) -> bool:
         """True if the run already ended early; checked before any further step."""
         if done < self._train_step.total_steps:
-            self.early = Request.EARLY in self._train_step.comm.all_reduce_or(self.early_stopping.request)
+            self.early = Request.EARLY in self._train_step.comm.all_reduce_or(self.early_request)
         return self.early
 
     @contextlib.contextmanager
@@ -106,7 +110,8 @@ class Checkpointing:
             return
         config = self._config
         score = config.validation.score
-        after = after_save(config.run, self._run, config.checkpoint, score)
+        store = store_of(config.run, self._run, retry_seconds=0.0)  # the saver retries
+        after = None if store is None else partial(store.save, config.checkpoint, score)
         saving = config.checkpoint.in_steps(self._train_step.total_steps)
         self.saver = Saver(self._run / CHECKPOINTS, saving, score, before=before, after=after)
         try:
@@ -126,14 +131,21 @@ class Checkpointing:
         start = [] if self._reported is None else self._reported.start
         if step == 0:
             start = rows.tolist()
-        elif self._train_step.comm.rank == 0:
-            self.early_stopping.measured(step, scores)
+        elif self._train_step.comm.rank == 0 and (value := scores.get(self._config.validation.score)) is not None:
+            self._judge({**self._scores, step: value})
         self._reported = Reported(score=name, start=start, rows=rows.tolist()) if name else None
         self._validated = step
 
+    def _judge(self, scores: dict[int, float]) -> None:
+        """Requests the end of the run if its scores by step no longer improve."""
+        self._scores, validation = scores, self._config.validation
+        ended = early_end(scores, validation.score, validation.patience)
+        self.early_request = Request.EARLY if ended else Request(0)
+
     def requests(self, step: int, scores: dict[str, float], stop: bool) -> Request:
         """Requests of this worker after a step; the arguments are those of `after_step`."""
-        request = self.early_stopping.request | (Request.STOP if stop else Request(0))
+        request = self.early_request | (Request.STOP if stop else Request(0))
+        # each step that may be chosen is saved
         rated = self._config.chooses and self._config.validation.score in scores
         if self.saver is not None:
             request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
@@ -162,7 +174,7 @@ class Checkpointing:
             SaveError: checkpoints cannot be written; on every rank.
         """
         request = Request(0) if agreed is None else agreed
-        if agreed is None or scores:
+        if agreed is None or scores:  # scores came after the agreement, and may make a checkpoint due
             request |= self._train_step.comm.all_reduce_or(self.requests(step, scores, stop))
         if Request.FAIL in request:
             if self.saver is not None:
@@ -198,7 +210,7 @@ class Checkpointing:
             return
         step = None if self.saver is None else self.saver.written
         if step is None or step not in self._metrics:
-            self._reporter.report({})
+            self._reporter.report({})  # Ray waits for a report of each worker
             return
         self._reporter.report(self._metrics[step], checkpoint.checkpoint_path(Path(), step).name)
         self._metrics = {later: metrics for later, metrics in self._metrics.items() if later > step}
@@ -210,16 +222,16 @@ class Checkpointing:
             memory = saver.reuse_memory() if saver is not None else None
         except Exception:  # noqa: BLE001 - raised after the next agreement; the other workers copy, and would wait
             saver = None
-        contents = collect(self._scheduler.train_steps, keep=saver is not None, memory=memory)
+        contents = collect(self._train_steps, keep=saver is not None, memory=memory)
         if saver is not None:
             if self._reporter is not None:
                 line = {name: value for name, value in (self._heartbeat.line or {}).items() if name != "kind"}
                 place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
                 self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
-            *auxiliary, (_, main) = [(update.name, update.nonfinite_losses) for update in self._scheduler.train_steps]
+            *auxiliary, (_, main) = [(update.name, update.nonfinite_losses) for update in self._train_steps]
             reported = self._reported
             if reported is not None and self._validated != step:
-                reported = reported.model_copy(update={"rows": []})
+                reported = reported.model_copy(update={"rows": []})  # they are of earlier weights
             state = RunState(
                 reported=reported,
                 step=step,

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -10,20 +10,20 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.build import autocast_type
-from declutr.trainer.config import TrainConfig
+from declutr.trainer.scaling import ScalingConfig
 
 _CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """Variable of cuBLAS, and its values with which products repeat their bits."""
 
 
-def set_up_torch(config: TrainConfig, device: torch.device) -> None:
+def set_up_torch(scaling: ScalingConfig, precision: str, device: torch.device) -> None:
     """Sets threads, float32 products and algorithms, before the device is used."""
     if device.type == "cpu":
-        torch.set_num_threads(config.scaling.cpus_per_worker)
+        torch.set_num_threads(scaling.cpus_per_worker)  # their number decides the order of sums
         return
-    if autocast_type(config.precision, device) is not None:
+    if autocast_type(precision, device) is not None:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    if config.scaling.deterministic:
+    if scaling.deterministic:
         repeat_bits()
 
 
@@ -48,7 +48,7 @@ def repeat_bits() -> None:
     them.
     """
     value = os.environ.get(_CUBLAS)
-    if value not in _WORKSPACES:
+    if value not in _WORKSPACES:  # a user's choice that repeats bits stays
         if value is not None:
             get_logger().warning("%s = %s does not repeat bits; %s is used", _CUBLAS, value, _WORKSPACES[0])
         os.environ[_CUBLAS] = _WORKSPACES[0]  # read at the first product
@@ -68,35 +68,21 @@ def refusal(error: RuntimeError) -> str | None:
 
 
 class DeviceEvent:
-    """A place in the device's queue of work. A processor works as it goes: it has reached each place at once."""
+    """The present end of the device's queue of work. A processor works as it goes, a GPU behind its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._at = time.monotonic()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
 
     def wait(self) -> None:
         """Waits until the device has reached this place."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def seconds_since(self, earlier: Self) -> float:
-        """Seconds between two places that the device has reached."""
-        return self._at - earlier._at
-
-
-class CudaEvent(DeviceEvent):
-    """A GPU works behind the process that queues its work."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def wait(self) -> None:
-        """As `DeviceEvent.wait`."""
-        self._event.synchronize()
-
-    def seconds_since(self, earlier: Self) -> float:
-        """As `DeviceEvent.seconds_since`."""
+        """Seconds between two places that the device has reached, by its own clock."""
+        if self._event is None or earlier._event is None:
+            return self._at - earlier._at
         return float(earlier._event.elapsed_time(self._event)) / 1000
-
-
-def events_of(device: torch.device) -> Callable[[], DeviceEvent]:
-    """A function that marks the present end of the device's queue."""
-    return CudaEvent if device.type == "cuda" else DeviceEvent

@@ -1,27 +1,41 @@
-"""Entry point of a worker of a group, called by Ray Train: its heartbeat, device and listener for stop notices."""
+"""A worker's run: builds its parts and starts the training loop; in a group, its listener and its reports to Ray."""
 
 import queue
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import ray
 import ray.train
 import torch
 from ray.exceptions import RayError
 from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train.torch import get_device
 from ray.util import get_current_placement_group
 
 from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.errors import EncoderError, SaveError, ShardError, UsageError
 from declutr.common.watcher import Watcher
+from declutr.trainer.build import build_parts, build_train_steps, build_validator
+from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.data.stream import limit_resources
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.chunks import rank_plan
+from declutr.trainer.data.plan import rows_by_corpus
+from declutr.trainer.data.stream import Prefetcher, batches, limit_resources
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.run import RunPlan
+from declutr.trainer.step.gradcache import MicrobatchError
+from declutr.trainer.step.step import NonFiniteLossError
 from declutr.trainer.worker.backend import missing_gpu, signalled
 from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, period
+from declutr.trainer.worker.checkpointing import Checkpointing
+from declutr.trainer.worker.device import refusal, set_up_torch
 from declutr.trainer.worker.heartbeat import Heartbeat, HeartbeatLogHandler
+from declutr.trainer.worker.loop import TrainingLoop
 from declutr.trainer.worker.spotwatch import SpotWatch
-from declutr.trainer.worker.work import work
 
 
 class Listener(Watcher):
@@ -42,8 +56,11 @@ class Listener(Watcher):
 
     def notice(self) -> str | None:
         """Reason to save and stop, or None."""
-        signal = signalled()
-        return self._heartbeat.record_signal(signal) if signal else self._received
+        signal, heartbeat = signalled(), self._heartbeat
+        if signal is None:
+            return self._received
+        heartbeat.notice = f"{signal} to worker {heartbeat.rank} (host {heartbeat.host}, pid {heartbeat.pid})"
+        return heartbeat.notice
 
     def look(self) -> None:
         """Posts the heartbeat and reads the driver's notice."""
@@ -89,24 +106,16 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
     cloud = config.scaling.spot_notices
+    # one worker of a host asks for all
     spot_watch = nullcontext() if cloud is None or context.get_local_rank() else SpotWatch(cloud, heartbeat.node)
     resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * heartbeat.size
     streams = heartbeat.size * (1 + len(config.auxiliary_tasks))
     limit_resources(streams, resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0))
     with Listener(ControlChannel(settings["channel"]), heartbeat) as listener, spot_watch:
         reporter = Reporter(settings["checkpoints"])
-        device = _device(settings["device"])
+        # On CPUs Ray is not asked: it would return a GPU that it did not reserve for this worker.
+        device = get_device() if settings["device"] == "cuda" else torch.device("cpu")
         return work(config, settings["identity"], device, heartbeat, settings["began"], listener.notice, reporter)
-
-
-def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
-    """This worker's device. On CPUs Ray is not asked: it would return a GPU that it did not reserve for this worker."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    from ray.train.torch import get_device
-
-    device: torch.device = get_device()
-    return device
 
 
 class Reporter:
@@ -152,3 +161,105 @@ class Reporter:
             get_logger().warning("checkpoints are no longer reported to Ray Train: %s", str(error).partition("\n")[0])
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self._error = error
+
+
+def work(
+    config: TrainConfig,
+    identity: Mapping[str, str],
+    device: torch.device,
+    heartbeat: Heartbeat,
+    began: float,
+    notice: Callable[[], str | None],
+    reporter: Reporter | None = None,
+) -> dict[str, Any] | None:
+    """Trains from the newest checkpoint to the last step, or to an earlier end.
+
+    Args:
+        config: of the run, as the driver resolved it.
+        identity: of the driver's plan; every worker compares it with that of what it finds.
+        device: of this worker.
+        heartbeat: of this worker; it has its rank and the number of workers.
+        began: begin of the start (Unix time).
+        notice: returns the reason to save and stop, or None.
+        reporter: reports checkpoints to Ray Train; None: this process trains alone, without Ray.
+
+    Returns:
+        As `train_loop`.
+    """
+    comm = Communicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism)
+    set_up_torch(config.scaling, config.precision, device)
+    with heartbeat.doing("fetching"):
+        plan = RunPlan.of(config)
+        if plan.unreadable:
+            raise OSError("; ".join(plan.unreadable.values()))  # of a storage it may pass: a group is started again
+        shards, here = plan.training_shards, plan.identity
+        keys = [key for key, value in identity.items() if key != "config_hash" and here.get(key) != value]
+        problem = ""
+        if keys:
+            places = " or ".join(place for task in plan.tasks.values() for place in task.places)
+            names, host = " and ".join(places if key == "data_hash" else key for key in keys), socket.gethostname()
+            problem = f"{names} on {host} differ from what this command began with; restore them, or name another run"
+        if comm.all_reduce_max(int(bool(problem))):
+            return _given_up(problem, comm.rank)
+        of_checkpoints = {key: identity[key] for key in ("config_hash", "data_hash")}
+        if store := store_of(config.run, plan.folder):
+            newest = store.fetch(expected=of_checkpoints) if comm.rank == 0 else None
+            # all take what rank 0 has verified and chosen
+            step = comm.all_reduce_max(0 if newest is None else newest[1].step)
+            if step and comm.rank != 0:
+                store.fetch_step(step)
+    try:
+        parts = build_parts(plan, comm, device)
+    except (ShardError, EncoderError, UsageError) as error:  # told to all below, who would wait for this worker
+        problem = str(error)
+    if comm.all_reduce_max(int(bool(problem))):  # a host may have other packages than the first one
+        return _given_up(problem, comm.rank)
+    train_steps = build_train_steps(plan, parts.tasks, plan.total_steps)
+
+    def read(name: str, done: int) -> Iterator[RankBatch]:
+        collator = parts.collators[name]
+        place = comm.rank, comm.size, done, plan.total_steps, plan.tasks[name].places
+        share = rank_plan(plan.orders[name], shards[name], *place, fetch=getattr(collator, "fetch", None))
+        return batches(share, collator, device, tasks=reporter is not None)  # without Ray this process reads them
+
+    def prefetch(done: int) -> Prefetcher:
+        shares = zip(*(read(name, done) for name in plan.tasks), strict=True)
+        return Prefetcher(dict(zip(plan.tasks, rank_batches, strict=True)) for rank_batches in shares)
+
+    checkpointing = Checkpointing(config, plan.folder, of_checkpoints, plan.hashes, train_steps, heartbeat, reporter)
+    loop = TrainingLoop(
+        config,
+        plan.folder,
+        device,
+        train_steps,
+        checkpointing,
+        prefetch,
+        validator=build_validator(plan, parts, device),
+        corpus_rows=lambda step: rows_by_corpus(plan.orders, step),
+        stop=lambda: notice() is not None,
+        heartbeat=heartbeat,
+        began=began,
+    )
+    try:
+        step = loop.train()
+    except (NonFiniteLossError, MicrobatchError, SaveError, EncoderError, UsageError) as error:
+        return {"given_up": str(error)}
+    except RuntimeError as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        if comm.size > 1:  # the others may wait for this one
+            raise RuntimeError(refused) from error
+        return {"given_up": refused}
+    if step == plan.total_steps:
+        return None
+    if checkpointing.early:
+        return {"early": True, "step": step}
+    return {"stopped": notice() or "a notice to another worker", "step": step}
+
+
+def _given_up(problem: str, rank: int) -> dict[str, Any]:
+    """The end of a worker that cannot take part, or of one whose peer cannot."""
+    if problem and rank:
+        get_logger().error("%s", problem)  # Ray shows the end of the first worker
+    return {"given_up": problem or "another worker cannot take part; see its message"}

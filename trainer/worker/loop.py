@@ -3,32 +3,94 @@
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError, UsageError
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.data.stream import Prefetcher
+from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.loggers import Log, wandb_run
-from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, rates
+from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, peak_memory_mib
 from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.objectives.scores import divide
-from declutr.trainer.parallel.request import Agreement, Request
+from declutr.trainer.parallel.communicator import Agreement, Request
 from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
 from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.checkpointing import Checkpointing
-from declutr.trainer.worker.device import DeviceEvent, events_of
+from declutr.trainer.worker.device import DeviceEvent
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.scheduler import TaskScheduler, read
+
+if TYPE_CHECKING:  # loads Ray, which an estimate does not need
+    from declutr.trainer.data.stream import Prefetcher
+
+
+def take(train_steps: Sequence[TrainStep], batch: Mapping[str, RankBatch], step: int) -> StepMetrics:
+    """Takes all updates of a step; a bad loss leaves out its own update alone.
+
+    Raises:
+        NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
+    """
+    return read(begin(train_steps, batch, step))
+
+
+def begin(
+    train_steps: Sequence[TrainStep], batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None
+) -> list[PendingStep]:
+    """As `take`, but leaves the metrics to be read later, if they may be, and agrees on the workers' requests.
+
+    Raises:
+        NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
+    """
+    pending = []
+    for train_step in train_steps:
+        pending.append(train_step.begin(batch, step, agreement if train_step is train_steps[-1] else None))
+        if not _all_late(train_steps):
+            pending[-1].read()
+    return pending
+
+
+def _all_late(train_steps: Sequence[TrainStep]) -> bool:
+    """True if metrics may be read while the next step is computed."""
+    return all(train_step.late for train_step in train_steps)
+
+
+def read(pending: Sequence[PendingStep]) -> StepMetrics:
+    """Metrics of all updates of a step: sums of loss and counts; norm, rate and digest by task.
+
+    Raises:
+        NonFiniteLossError: a loss is not finite and may not be skipped.
+    """
+    parts = [step.read() for step in pending]
+    *other_parts, main = parts
+    if not other_parts:
+        return main
+    tokens = sum(part.num_tokens for part in parts)
+    places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)  # 1e-9: no division by 0
+    auxiliary = {
+        f"{step.train_step.name}_{key}": getattr(part, key)
+        for step, part in zip(pending, other_parts, strict=False)
+        for key in ("grad_norm", "lr", "batch_digest", "skipped")
+    }
+    return replace(
+        main,
+        loss=sum(part.loss for part in parts),
+        terms={name: value for part in (main, *other_parts) for name, value in part.terms.items()},
+        num_selected=sum(part.num_selected for part in parts),
+        num_tokens=tokens,
+        padding_share=1 - tokens / max(1.0, places),
+        flops=sum(part.flops for part in parts),
+        auxiliary={name: value for part in parts for name, value in part.auxiliary.items()} | auxiliary,
+    )
 
 
 @dataclass
@@ -37,7 +99,7 @@ class TrainingLoop:
 
     Attributes:
         run: folder of the run.
-        scheduler: take the updates of a step, and skip those whose loss is not finite.
+        train_steps: one for each update of a step, in their order; the last has the main task.
         checkpointing: resumes, saves, ends the run.
         prefetch: builds the prefetcher of this worker's batches after a number of steps.
         validator: scores the encoder on held-out documents, or None.
@@ -50,9 +112,9 @@ class TrainingLoop:
     config: TrainConfig
     run: Path
     device: torch.device
-    scheduler: TaskScheduler
+    train_steps: Sequence[TrainStep]
     checkpointing: Checkpointing
-    prefetch: Callable[[int], Prefetcher]
+    prefetch: "Callable[[int], Prefetcher]"
     validator: Validator | None
     stop: Callable[[], bool]
     heartbeat: Heartbeat
@@ -68,10 +130,10 @@ class TrainingLoop:
             EncoderError: the encoder would start with random instead of pretrained weights; on every rank.
         """
         done = self.heartbeat.step = self.checkpointing.resume()
-        if done == 0:
+        if done == 0:  # later weights are those of a checkpoint
             self.refuse_random_weights()
         if self.checkpointing.ended(done):
-            self.heartbeat.set_phase("ended")
+            self.heartbeat.phase = "ended"
             return done
         with (
             contextlib.closing(self.prefetch(done)) as batches,
@@ -102,28 +164,32 @@ class TrainingLoop:
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             config_values = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
+        # a start that was killed before its first save has its scores already
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
-    def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
+    def take_steps(self, done: int, batches: "Prefetcher", metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
-        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), events_of(self.device))
-        heartbeat.set_phase("data")
+        peak = peak_flops(gpu_name(self.device), half=train_step.tasks[0].autocast is not None)
+        peak = None if peak is None else peak * train_step.comm.size
+        recorder = Recorder(self, done + 1, batches, metrics, peak, partial(DeviceEvent, self.device))
+        heartbeat.phase = "data"
         for step, batch in enumerate(batches, start=done + 1):
-            heartbeat.set_phase("forward")
+            heartbeat.phase = "forward"
             agreement = Agreement(partial(self.requests, step))
-            pending, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
+            pending, ended = begin(self.train_steps, batch, step, agreement), recorder.event()
             recorder.flush_pending()  # the step before, which the device finishes while it has this one to compute
             recorder.add(pending, ended)
             due = step == train_step.total_steps or (every and step % every == 0)
-            if due or step == done + 1 or not self.scheduler.late:
+            # else the next step's time would hold the validation, and the start's time that of a second step
+            if due or step == done + 1 or not _all_late(self.train_steps):
                 recorder.flush_pending()
             heartbeat.finish_step(step)
             scores = self.validate(step, metrics) if due else {}
             if self.checkpointing.after_step(step, scores, self.stop(), recorder.flush_pending, agreement.agreed):
-                heartbeat.set_phase("ended")
+                heartbeat.phase = "ended"
                 return step
             recorder.restart_clock()
         return done
@@ -135,7 +201,7 @@ class TrainingLoop:
     @property
     def train_step(self) -> TrainStep:
         """The train step of the main task."""
-        return self.scheduler.main
+        return self.train_steps[-1]
 
     def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
         """Computes and records held-out scores of the weights after a step; empty without a validator.
@@ -162,7 +228,7 @@ class TrainingLoop:
                 "be chosen by it; set another score or export=last, or prepare more rows"
             )
         if metrics:
-            metrics.scores(step, scores)
+            metrics.add("validation", step, scores)
             chosen = [key for key in (score, REPORTED + score) if key in scores] or scores
             text = ", ".join(f"{key} {scores[key]:.4f}" for key in chosen)
             get_logger().info("validated after step %d of %d: %s", step, self.train_step.total_steps, text)
@@ -176,14 +242,9 @@ class TrainingLoop:
         if step == 1 and remark and self.train_step.comm.rank == 0:
             get_logger().warning("%s", remark)
         if metrics:
-            seconds = time.time() - self.began
+            seconds = time.time() - self.began  # Unix time, as another process took the begin
             get_logger().info("step %d, %.1f s after the start", step, seconds)
-            metrics.start(step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
-
-    def peak_flops(self) -> float | None:
-        """FLOPs per second of all workers' devices together; None if the device is unknown."""
-        peak = peak_flops(gpu_name(self.device), half=self.train_step.tasks[0].autocast is not None)
-        return None if peak is None else peak * self.train_step.comm.size
+            metrics.add("start", step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
 
     def refuse_random_weights(self) -> None:
         """Checks this worker's copy of a pretrained encoder; the driver has checked its own.
@@ -194,6 +255,7 @@ class TrainingLoop:
         encoder = self.config.encoder
         needs_head = self.config.objective.mlm and not encoder.new_mlm_head
         problems = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
+        # hosts may have other copies; an error on one alone would leave the others waiting
         if self.train_step.comm.all_reduce_max(len(problems)):
             raise EncoderError(
                 "; ".join(problems)
@@ -216,7 +278,7 @@ class Recorder:
 
     loop: TrainingLoop
     first: int
-    batches: Prefetcher
+    batches: "Prefetcher"
     metrics: MetricsWriter | None
     peak: float | None
     event: Callable[[], DeviceEvent]
@@ -252,9 +314,18 @@ class Recorder:
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
-            documents = self.loop.config.batch_documents
-            speed = rates(measured, seconds, documents, self._waited_seconds, self.peak)
-            self.loop.heartbeat.line = self.metrics.step(step, measured, speed | self.loop.corpus_rows(step))
+            speed = {
+                "seconds": seconds,
+                "tokens_per_second": measured.num_tokens / seconds,
+                "documents_per_second": self.loop.config.batch_documents / seconds,
+                # a GPU may compute the step before in this time
+                "data_wait_share": min(1.0, self._waited_seconds / seconds),
+                "mfu": None if self.peak is None else measured.flops / seconds / self.peak,
+                "peak_memory_mib": peak_memory_mib(),
+            }
+            self.loop.heartbeat.line = self.metrics.add(
+                "step", step, measured.line() | speed | self.loop.corpus_rows(step)
+            )
         self._began = self._ended
 
     def restart_clock(self) -> None:

@@ -6,7 +6,6 @@ clouds' own libraries read: AWS_EC2_METADATA_SERVICE_ENDPOINT and GCE_METADATA_H
 
 import os
 import time
-from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
 from typing import Literal
@@ -22,23 +21,9 @@ from declutr.trainer.worker.channel import UNREACHABLE, drain_node
 _EVERY_SECONDS = 5.0  # as AWS recommends; GCP gives 30 s
 _MOST_FAILURES = 3
 _TIMEOUT_SECONDS = 2.0
-_TOKEN_SECONDS = 21600  # the longest that AWS allows
 _MOST_BYTES = 65536
 _GCP_SECONDS = 30.0  # from the notice to the end of the host, by GCP's documentation
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy would be asked about its own host
-
-
-@dataclass(frozen=True)
-class SpotNotice:
-    """The announced end of this host.
-
-    Attributes:
-        action: the cloud's word for it, such as terminate.
-        at: Unix time in seconds.
-    """
-
-    action: str
-    at: float
 
 
 class _Action(msgspec.Struct, frozen=True):
@@ -48,68 +33,48 @@ class _Action(msgspec.Struct, frozen=True):
     time: datetime
 
 
-class AwsMetadata:
-    """EC2's instance metadata service, version 2, which needs a session token."""
+Notice = tuple[str, float] | None
+"""A cloud's word for the announced end of this host, such as terminate, and its Unix time; None without."""
 
-    def __init__(self) -> None:
-        place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
-        self._root, self._token = place.rstrip("/"), ""
 
-    def notice(self) -> SpotNotice | None:
-        """The announced end of this host, or None.
+def aws_notice() -> Notice:
+    """The notice of EC2's instance metadata service, version 2, which needs a session token.
 
-        Raises:
-            OSError: the server does not answer, or answers something else.
-        """
-        try:
-            answer = self._get()
-        except HTTPError as error:
-            if error.code != 401:
-                raise
-            self._token = ""  # it has expired
-            answer = self._get()
-        if answer is None:
+    Raises:
+        OSError: the server does not answer, or answers something else.
+    """
+    root = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254").rstrip("/")
+    # A token for each question: none can expire, and a second request every five seconds is far from AWS's limit.
+    lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    answer = _ask(Request(f"{root}/latest/api/token", headers=lifetime, method="PUT"))
+    token = answer.decode("ascii", "replace").strip()
+    if not (token.isascii() and token.isprintable()):  # a header cannot carry it
+        raise OSError("api/token: the answer is no token")
+    place = f"{root}/latest/meta-data/spot/instance-action"
+    try:
+        answer = _ask(Request(place, headers={"X-aws-ec2-metadata-token": token}))
+        action = msgspec.json.decode(answer, type=_Action)
+    except HTTPError as error:
+        if error.code == 404:  # no end is announced
             return None
-        try:
-            instance_action = msgspec.json.decode(answer, type=_Action)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise OSError(f"spot/instance-action: {error}") from error
-        return SpotNotice(instance_action.action, instance_action.time.timestamp())
-
-    def _get(self) -> bytes | None:
-        """The answer about this host's end; None while there is none."""
-        if not self._token:
-            lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_SECONDS)}
-            answer = _ask(Request(f"{self._root}/latest/api/token", headers=lifetime, method="PUT"))
-            token = answer.decode("ascii", "replace").strip()
-            if not (token.isascii() and token.isprintable()):  # a header cannot carry it
-                raise OSError("api/token: the answer is no token")
-            self._token = token
-        place = f"{self._root}/latest/meta-data/spot/instance-action"
-        try:
-            return _ask(Request(place, headers={"X-aws-ec2-metadata-token": self._token}))
-        except HTTPError as error:
-            if error.code == 404:
-                return None
-            raise
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise OSError(f"spot/instance-action: {error}") from error
+    return action.action, action.time.timestamp()
 
 
-class GcpMetadata:
-    """Compute Engine's metadata server."""
-
-    def __init__(self) -> None:
-        self._host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-
-    def notice(self) -> SpotNotice | None:
-        """As `AwsMetadata.notice`."""
-        place = f"http://{self._host}/computeMetadata/v1/instance/preempted"
-        answer = _ask(Request(place, headers={"Metadata-Flavor": "Google"})).strip().upper()
-        if answer not in (b"TRUE", b"FALSE"):
-            raise OSError(f"instance/preempted is {answer[:40]!r}, not TRUE or FALSE")
-        return SpotNotice("preempted", time.time() + _GCP_SECONDS) if answer == b"TRUE" else None
+def gcp_notice() -> Notice:
+    """The notice of Compute Engine's metadata server; raises as `aws_notice`."""
+    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    place = f"http://{host}/computeMetadata/v1/instance/preempted"
+    answer = _ask(Request(place, headers={"Metadata-Flavor": "Google"})).strip().upper()
+    if answer not in (b"TRUE", b"FALSE"):
+        raise OSError(f"instance/preempted is {answer[:40]!r}, not TRUE or FALSE")
+    # the server does not tell the time
+    return ("preempted", time.time() + _GCP_SECONDS) if answer == b"TRUE" else None
 
 
-CLOUDS: dict[str, type[AwsMetadata | GcpMetadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata}
+CLOUDS = {"aws": aws_notice, "gcp": gcp_notice}
 
 
 def _ask(request: Request) -> bytes:
@@ -121,7 +86,7 @@ def _ask(request: Request) -> bytes:
     try:
         with _DIRECT.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             content: bytes = answer.read(_MOST_BYTES)
-    except HTTPException as error:
+    except HTTPException as error:  # urllib lets it pass, for example an answer that breaks off
         raise OSError(f"{request.full_url}: {error!r}") from error
     return content
 
@@ -136,7 +101,7 @@ class SpotWatch(Watcher):
 
     def __init__(self, cloud: Literal["aws", "gcp"], node: str) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-spot", at_once=True)
-        self._cloud, self._node, self._metadata = cloud, node, CLOUDS[cloud]()
+        self._cloud, self._node = cloud, node
         self._failures = 0
 
     def __exit__(self, *_: object) -> None:
@@ -146,10 +111,10 @@ class SpotWatch(Watcher):
     def look(self) -> bool:
         """Asks once; False after the node was drained."""
         try:
-            notice = self._metadata.notice()
+            notice = CLOUDS[self._cloud]()
         except OSError as error:
             self._failures += 1
-            if self._failures == _MOST_FAILURES:
+            if self._failures == _MOST_FAILURES:  # said once, as questions go on
                 get_logger().warning(
                     "scaling.spot_notices = %s: the metadata server does not answer (%s); the loss of this host will "
                     "be noticed only when it happens. On another cloud, or in a container without a route to the "
@@ -161,13 +126,14 @@ class SpotWatch(Watcher):
         self._failures = 0
         if notice is None:
             return True
-        message = f"{self._cloud} announces the end of this spot host ({notice.action})"
+        action, end = notice
+        message = f"{self._cloud} announces the end of this spot host ({action})"
         try:
-            refused = drain_node(self._node, message, notice.at)
+            refused = drain_node(self._node, message, end)
         except UNREACHABLE as error:
             refused = str(error)
         if refused is not None:
-            get_logger().warning("%s in %.0f s; Ray does not drain it: %s", message, notice.at - time.time(), refused)
+            get_logger().warning("%s in %.0f s; Ray does not drain it: %s", message, end - time.time(), refused)
             return True
-        get_logger().warning("%s in %.0f s: draining node %s", message, notice.at - time.time(), self._node[:8])
+        get_logger().warning("%s in %.0f s: draining node %s", message, end - time.time(), self._node[:8])
         return False

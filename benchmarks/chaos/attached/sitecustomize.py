@@ -16,7 +16,7 @@ def _watch(folder: Path) -> None:
         if script.is_file():
             code = script.read_text(encoding="utf-8")
             exec(compile(code, str(script), "exec"), {"__name__": "chaos"})
-            script.unlink()
+            script.unlink()  # tells the matrix that the code has run
         time.sleep(0.1)
 
 

@@ -80,6 +80,7 @@ def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -
         tokens_per_second: of the start's forward.
         num_documents: that are trained on.
     """
+    # anchor and positive: 48 of 32 to 64 tokens on average (Beta(4, 2) and Beta(2, 4)), and 2 special ones
     tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
     steps = int((seconds * 2 / 3 - _LOAD_SECONDS) * tokens_per_second / (tokens * _STEP_COST))
     return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
@@ -106,18 +107,12 @@ class CandidateBuilder:
         """Loads a candidate that exists."""
         return load_transformer(self.place(name), self.config.trust_remote_code)
 
-    def keep_closed(self, start: TransformerEncoder, sums: "WithinSums") -> None:
-        """Writes the closed form of these sums unless it exists."""
-        if not self.place(CLOSED).is_dir():
-            with atomic_folder(self.place(CLOSED)) as aside:
-                write_whitened(start, sums, aside)
-
-    def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
-        """Makes a candidate unless it exists."""
+    def make(self, name: str, start: TransformerEncoder, steps: int, sums: "WithinSums | None" = None) -> None:
+        """Makes a candidate unless it exists; the closed form by `sums`, else by those of the training documents."""
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
-        if name not in (CLOSED, TRAINED):
+        if name not in (CLOSED, TRAINED):  # all others are made from it
             self.make(TRAINED, start, steps)
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
@@ -126,7 +121,7 @@ class CandidateBuilder:
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
-                write_whitened(origin, within_sums(origin, self.data), aside)
+                write_whitened(origin, sums or within_sums(origin, self.data), aside)
             elif name == TRAINED:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
             else:
@@ -186,17 +181,12 @@ class WithinSums:
         return WithinSums(*sums)
 
 
-def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKAGE) -> F64:
-    """`(D, D)` symmetric matrix W = C^-power, to be applied to unit embeddings.
+def whitening(sums: WithinSums) -> F64:
+    """`(D, D)` symmetric matrix W = C^-power, to be applied to unit embeddings; a power of 0.5 whitens completely.
 
     C is the covariance within documents, scatter / (S - documents), shrunk to the identity and scaled to a mean
     eigenvalue of 1: C = (S / mean + shrinkage * I) / (1 + shrinkage). With a shrinkage above 0 it is invertible for any
     number of documents, also for fewer than D.
-
-    Args:
-        sums: of all documents.
-        power: 0 changes nothing, 0.5 whitens completely.
-        shrinkage: weight of the identity.
 
     Raises:
         UsageError: no document has two spans, or the spans of each document have the same embedding.
@@ -214,21 +204,21 @@ def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKA
             f"the {sums.spans:,} spans of {sums.documents:,} documents have the same embedding as the others of their "
             "document: there is nothing to whiten; check that the documents are not empty or repeated text"
         )
-    shrunk = (np.maximum(values, 0.0) / mean + shrinkage) / (1 + shrinkage)  # rounding makes zeros negative
-    matrix: F64 = (vectors * shrunk**-power) @ vectors.T
+    shrunk = (np.maximum(values, 0.0) / mean + SHRINKAGE) / (1 + SHRINKAGE)  # rounding makes zeros negative
+    matrix: F64 = (vectors * shrunk**-POWER) @ vectors.T
     return matrix
 
 
 def passage_ids(
-    documents: pa.Table, count: int, max_content: int, vocabulary: Vocabulary
+    documents: pa.Table, max_content: int, vocabulary: Vocabulary
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Token ids of at most `count` passages of each document, and the number of the document of each.
+    """Token ids of at most four passages of each document, and the number of the document of each.
 
-    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap.
+    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap. A document with
+    fewer windows has one for each.
 
     Args:
         documents: n rows of the shards.
-        count: passages of a document; a document with fewer windows has one for each.
         max_content: most tokens of a passage without special ones.
         vocabulary: ids of the tokenizer.
 
@@ -244,7 +234,7 @@ def passage_ids(
     for document in range(len(documents)):
         starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
         length = min(int(starts[1] - starts[0]), max_content)  # a document's last window may be longer
-        chosen = starts[np.linspace(0, len(starts) - 1, min(count, len(starts))).round().astype(np.int64)]
+        chosen = starts[np.linspace(0, len(starts) - 1, min(_PASSAGES, len(starts))).round().astype(np.int64)]
         for start in (offsets[document] + chosen).tolist():
             rows.append([*before, *tokens[start : start + length].tolist(), *after])
             owners.append(document)
@@ -266,7 +256,7 @@ def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
     with bar(total=split.num_documents, desc="covariance", unit="documents") as progress:
         for start in range(0, split.num_documents, _BLOCK_DOCUMENTS):  # so that memory does not grow with the corpus
             documents = split.take(np.arange(start, min(start + _BLOCK_DOCUMENTS, split.num_documents)))
-            rows, owners = passage_ids(documents, _PASSAGES, room, vocabulary)
+            rows, owners = passage_ids(documents, room, vocabulary)
             block = WithinSums.of(encoder.embed_ids(rows), owners)
             sums = sums + block if sums else block
             progress.update(block.documents)
@@ -279,7 +269,7 @@ def write_whitened(encoder: TransformerEncoder, sums: WithinSums, folder: Path) 
     matrix = whitening(sums)
     layer = nn.Linear(len(matrix), len(matrix), bias=False)
     with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(matrix))
+        layer.weight.copy_(torch.from_numpy(matrix))  # symmetric, so Linear's transposition changes nothing
     write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
 
 
@@ -297,7 +287,7 @@ def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values,
     """
     rows = unit_rows(start.embed_ids(passages.ids).astype(np.float64))
     before, after = (np.full(passages.num_documents, np.nan) for _ in range(2))
-    fold_of = np.arange(passages.num_documents) % _FOLDS
+    fold_of = np.arange(passages.num_documents) % _FOLDS  # documents are in the order of their keys, so by chance
     for fold in range(min(_FOLDS, passages.num_documents)):
         inside = fold_of[passages.owners] == fold
         matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]))

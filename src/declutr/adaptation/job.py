@@ -14,13 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
-from declutr.adaptation.checks import ENCODER, REPORT, check_lengths, checked, own_words
-from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, State, opened
+from declutr.adaptation.config import (
+    BATCH_DOCUMENTS,
+    ENCODER,
+    LONG_TOKENS,
+    REPORT,
+    WINDOW_TOKENS,
+    AdaptConfig,
+    State,
+    check_lengths,
+    checked,
+    opened,
+    own_words,
+)
 from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
-from declutr.common.config import validated
+from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import UsageError, missing_extra
@@ -78,7 +89,7 @@ def adapt(
         RunLockedError: another command works in the folder.
     """
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
-    config, output = validated("adapt", AdaptConfig, values).located(), expand(str(output)).absolute()
+    config, output = load_config(values, "adapt", AdaptConfig).located(), expand(str(output)).absolute()
     pairs = checked(config, output, address)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
@@ -127,13 +138,13 @@ class _Adaptation:
     def run(self) -> Result:
         self._say("preparing the corpus")
         prepared = self.config.prepare_config(self.output / "data", self.address)
-        if self.state.start is None:
+        if self.state.start is None:  # else an earlier start has prepared it
             check_lengths(prepared, self.start.tokenizer)
         with own_words():
             manifest = prepare(prepared)
-        self.state.begin(self.start.fingerprint)  # until here another corpus may be named
+        self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
-        documents = held_out_documents(prepared, self.output / "data", self.config.seed)
+        documents = held_out_documents(prepared.corpus, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
         sets = {
             split: TestSet(
@@ -145,14 +156,28 @@ class _Adaptation:
             for split, split_documents in documents.items()
         }
         if sets["test"].num_rows < MIN_ROWS:
-            return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
+            return self._few(make_passages(all_documents(prepared.corpus, self.output / "data"), self.start.tokenizer))
         return self._chosen_and_judged(sets["development"], sets["test"])
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
         scored = self._development(development)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
-        return self._judged(test, candidates, choose(candidates, scored, self.primary, self.config.seed))
+        chosen = choose(candidates, scored, self.primary, self.config.seed)
+        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
+        # counted before the scores: a stop after them is a look, too
+        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
+        start = self._scored(test, self.start)
+        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
+        self._keep("test", {_START: start, **values})
+        seed = self.config.seed
+        rows = [Row.of(_START, "start", start, start, seed)]
+        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
+        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
+        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
+        encoder = self.builder.load(chosen)
+        examples = _examples(test, self.start, encoder)
+        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
@@ -193,37 +218,20 @@ class _Adaptation:
         if self.config.steps == 0:
             return 0
         if decided := self.config.steps or self.state.steps:
-            self.state.decide_steps(decided)  # once, as a run in the folder refuses other steps
+            self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
         timed_ids = test.passages.ids[:_TIMED_PASSAGES]
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
         steps = steps_within(self.state.seconds_left, rate, documents)
-        self.state.decide_steps(steps)
+        self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             get_logger().warning(
                 "--minutes %g: too few for a training on this machine; only the closed form is tried",
                 self.config.minutes,
             )
         return steps
-
-    def _judged(self, test: TestSet, candidates: Sequence[str], chosen: str) -> Result:
-        """The verdict on the chosen candidate, with every row of the table on test documents."""
-        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
-        # counted before the scores: a stop after them is a look, too
-        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        start = self._scored(test, self.start)
-        values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        self._keep("test", {_START: start, **values})
-        seed = self.config.seed
-        rows = [Row.of(_START, "start", start, start, seed)]
-        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
-        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
-        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
-        encoder = self.builder.load(chosen)
-        examples = _examples(test, self.start, encoder)
-        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _few(self, passages: Passages) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
@@ -242,7 +250,7 @@ class _Adaptation:
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         # The fit whose five parts were judged, with the documents that each part left out.
-        self.builder.keep_closed(self.start, sums)
+        self.builder.make(CLOSED, self.start, 0, sums)
         verdict = judge(start, values, DISTANT, seed)
         return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [], _FITS)
 
@@ -277,7 +285,7 @@ class _Adaptation:
         )
         if encoder is not None and better:
             with atomic_folder(place, replace=True) as aside:
-                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
+                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)  # `aside` exists already
                 write_text(aside / CARD, adapted_card(self.config, result, encoder))
         elif place.exists():
             shutil.rmtree(place)  # of an earlier verdict; a folder that looks like a result would be used
@@ -310,6 +318,7 @@ class _Adaptation:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""
         path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest])[:32]}.json"
         if path.is_file():
+            # a null becomes NaN again
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         scores = test.encoder(encoder)
         write_json(path, _plain(scores))  # scoring takes minutes, and a later start needs it again
@@ -325,6 +334,7 @@ class _Adaptation:
 
 def _plain(values: Values) -> dict[str, list[float | None]]:
     """Values as JSON has them: null for a row without a value."""
+    # NaN alone differs from itself
     return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
 
 

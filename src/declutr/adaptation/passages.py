@@ -20,9 +20,8 @@ from tokenizers import Tokenizer
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
 from declutr.common import seeding
 from declutr.common.words import num_words
-from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import Corpus, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.objectives.scores import ahead
@@ -32,17 +31,17 @@ F32 = NDArray[np.float32]
 Split = Literal["development", "test"]
 MOST_DOCUMENTS = 500
 """Documents of a split that are scored: long ones by key, then others; more would hardly narrow the intervals."""
-_MOST_OF_FEW = 5 * MOST_DOCUMENTS
+_MOST_OF_FEW = 5 * MOST_DOCUMENTS  # each fold searches among as many as a split
 """The same for a corpus that is scored in five folds."""
 
 
-def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Split, list[str]]:
+def held_out_documents(corpus: Corpus, data: Path, seed: int) -> dict[Split, list[str]]:
     """Texts of the documents of each split, by their keys, with their line breaks; reads the corpus again for them.
 
     Which document belongs to which split is a function of the seed and the document.
 
     Args:
-        config: of the preparation.
+        corpus: where its documents are.
         data: the prepared corpus.
         seed: of the split.
     """
@@ -56,21 +55,21 @@ def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Sp
         split: [ids[place] for place in rows[_select(keys[rows], tokens[rows], MOST_DOCUMENTS)]]
         for split, rows in splits.items()
     }
-    texts = _read(config, {identity for part in chosen.values() for identity in part})
+    texts = _read(corpus, {identity for part in chosen.values() for identity in part})
     return {split: [texts[identity] for identity in part if identity in texts] for split, part in chosen.items()}
 
 
-def all_documents(config: PipelineConfig, data: Path) -> list[str]:
+def all_documents(corpus: Corpus, data: Path) -> list[str]:
     """Texts of a corpus with few long documents, by their keys; of more than 2,500 the long ones and some others."""
     ids, keys, tokens = _rows(data, "train", "held-out")
     chosen = dict.fromkeys(ids[place] for place in _select(keys, tokens, _MOST_OF_FEW))
-    texts = _read(config, {*chosen})
+    texts = _read(corpus, {*chosen})
     return [texts[identity] for identity in chosen if identity in texts]
 
 
 def _select(keys: NDArray[np.uint64], tokens: NDArray[np.int64], max_documents: int) -> NDArray[np.int64]:
     """Places of at most `max_documents` documents in the order of their keys; long ones have precedence."""
-    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]
+    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]  # lexsort's last key leads
     ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
     return ordered
 
@@ -87,21 +86,21 @@ def _rows(data: Path, *splits: str) -> tuple[list[bytes], NDArray[np.uint64], ND
     return ids, np.concatenate(keys), np.concatenate(tokens)
 
 
-def _read(config: PipelineConfig, ids: set[bytes]) -> dict[bytes, str]:
+def _read(corpus: Corpus, ids: set[bytes]) -> dict[bytes, str]:
     """The texts of the documents with these ids."""
     texts: dict[bytes, str] = {}
-    units, _ = plan_units(config.corpus, config.unit_mib)
-    for record in (record for unit in units for record in read_unit(unit, config.corpus)):
+    units, _ = plan_units(corpus, None)
+    for record in (record for unit in units for record in read_unit(unit, corpus)):
         if len(texts) == len(ids):
             break
-        if isinstance(record, Document) and not isinstance(record, Rejected):
-            identity = document_id(normalise(record.text).encode())
+        if isinstance(record, Document) and not isinstance(record, Rejected):  # a rejected one is a Document too
+            identity = document_id(normalise(record.text).encode())  # as `prepare` names it
             if identity in ids:
                 texts.setdefault(identity, record.text)
     return texts
 
 
-_PASSAGES = 8
+_PASSAGES = 8  # so many that 100 documents give a useful interval (docs/decisions/0036-adaptation.md)
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
 _MOST_WORDS, _MOST_HEADINGS = 20, 8  # words of a heading; headings of a document that search
 
@@ -133,13 +132,6 @@ class Passages:
         far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= FAR_TOKENS
         return far
 
-    @cached_property
-    def galleries(self) -> NDArray[np.int64]:
-        """`(8, n)` passages: one of every document, at the same place relative to the document's length."""
-        counts = np.bincount(self.owners, minlength=self.num_documents)
-        first = np.cumsum(counts) - counts
-        return first + np.arange(_PASSAGES)[:, None] * counts // _PASSAGES
-
     def distant(self, scores: F32) -> F64:
         """`(n,)` recall@1 of passages that search another one of their document, NaN without a distant pair.
 
@@ -150,7 +142,9 @@ class Passages:
             scores: `(P, P)`, row searches column.
         """
         hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
-        for gallery in self.galleries:
+        counts = np.bincount(self.owners, minlength=self.num_documents)
+        for place in range(_PASSAGES):  # relative to the length of every document
+            gallery = np.cumsum(counts) - counts + place * counts // _PASSAGES
             own = gallery[self.owners]
             far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS  # nearer passages share words
             table = scores[:, gallery]
@@ -158,7 +152,7 @@ class Passages:
             np.add.at(hits, self.owners, best & far)
             np.add.at(pairs, self.owners, far)
         with np.errstate(invalid="ignore"):
-            return hits / pairs
+            return hits / pairs  # 0 / 0 is NaN, and `compare` leaves such rows out
 
     def headings(self, scores: F32) -> F64:
         """`(n, 2)` headings of each document that find it first, and headings of it; a tie finds nothing.
@@ -186,11 +180,14 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     those of several documents, such as "Introduction", and those of one word are left out.
     """
     parts = [_headings(text) for text in documents]
+    # a set: a heading that one document repeats still names it alone
     common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
-    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the encoder's own stays as it is
     engine.no_truncation()  # passages are cut here, from the whole document
     engine.no_padding()
-    before, after = _specials(engine)
+    example = engine.encode("a", add_special_tokens=True)
+    places = [place for place, special in enumerate(example.special_tokens_mask) if not special]
+    before, after = example.ids[: places[0]], example.ids[places[-1] + 1 :]
     texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
     number = 0
     for headings, body in parts:
@@ -198,6 +195,7 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
         windows = np.arange(len(encoded.ids) // WINDOW_TOKENS) * WINDOW_TOKENS
         if len(windows) < 2:
             continue
+        # unique: of fewer windows than passages, some would be taken twice
         chosen = windows[np.unique(np.linspace(0, len(windows) - 1, _PASSAGES).round().astype(np.int64))]
         for start in chosen.tolist():
             end = start + PASSAGE_TOKENS
@@ -220,16 +218,10 @@ def _headings(text: str) -> tuple[list[str], str]:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         match = _HEADING.fullmatch(line)
+        # a document of one line would have no text left
         heading = match[1].strip() if match else line if number == 0 and len(lines) > 1 else None
         if heading is None or num_words(heading) > _MOST_WORDS:
             kept.append(line)
         elif num_words(heading) > 1:
             headings.append(heading)
     return headings, "\n".join(kept)
-
-
-def _specials(engine: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids before and after the tokens of a text."""
-    encoding = engine.encode("a", add_special_tokens=True)
-    places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-    return encoding.ids[: places[0]], encoding.ids[places[-1] + 1 :]

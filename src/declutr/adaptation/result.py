@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from declutr.adaptation.config import HELD_OUT, AdaptConfig
-from declutr.adaptation.scores import MEANING, PAIRS, STATISTICS, Values, Verdict, compared
+from declutr.adaptation.scores import MEANING, PAIRS, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
 from declutr.encoders.transformer import TransformerEncoder
@@ -34,13 +32,10 @@ class Row:
     @staticmethod
     def of(name: str, kind: Kind, start: Values, values: Values, seed: int) -> "Row":
         """The row of these values, compared with the start's; a measure without a value is left out."""
-        present = {
-            measure: array[~np.isnan(array).any(axis=tuple(range(1, array.ndim)))] for measure, array in values.items()
-        }
-        scores = {measure: float(STATISTICS[measure](array)) for measure, array in present.items() if len(array)}
         comparisons = {
             measure: comparison for measure, comparison in compared(start, values, seed).items() if comparison.rows
         }
+        scores = {measure: comparison.after for measure, comparison in comparisons.items()}
         return Row(name, kind, scores, {} if kind == "start" else comparisons)
 
 

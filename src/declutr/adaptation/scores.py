@@ -93,6 +93,7 @@ class TestSet:
         """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
         scores, _ = self._cosines(encoder, with_idf=False)
         owners, starts = self.passages.owners, self.passages.starts
+        # the passage itself is near too, at distance 0
         near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < FAR_TOKENS)
         places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
         return places
@@ -100,7 +101,7 @@ class TestSet:
     def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> Cosines:
         """Cosines of passages with passages, and of headings with passages; an encoder embeds them once."""
         if encoder.fingerprint not in self._embedded:
-            rows = unit_rows(encoder.embed_ids(self.passages.ids))
+            rows = unit_rows(encoder.embed_ids(self.passages.ids))  # ids: alone, a text may have more tokens
             self._embedded[encoder.fingerprint] = rows, unit_rows(encoder.encode(self.passages.queries))
         rows, headings = self._embedded[encoder.fingerprint]
         cosines = rows @ rows.T, headings @ rows.T
@@ -117,6 +118,7 @@ class TestSet:
             words = self._pairs_lexicon
             rows = score_encoder(self.pairs, encoder, words) if encoder else score_lexical(self.pairs, words)
             self.recalls[key] = [row.values[:, 0] for row in rows]
+        # numbered anew, because `grouped` makes a row of each number, also of the other half's
         answers = np.unique(self.pairs.answers[self.own], return_inverse=True)[1]
         return [grouped(values[self.own], answers) for values in self.recalls[key]]
 
@@ -143,7 +145,7 @@ def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
         rows @ rows.T
         for rows in (unit_rows(encoder.encode(sentences).astype(np.float64)) for encoder in (before, after))
     ]
-    pairs = np.triu_indices(len(sentences), 1)
+    pairs = np.triu_indices(len(sentences), 1)  # a sentence's cosine with itself never moves
     return float(np.abs(tables[1] - tables[0])[pairs].mean())
 
 
@@ -166,8 +168,8 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
             for other in order[place + 1 :]
         ]
         if not any(comparison.measurable and comparison.difference > 0 for comparison in comparisons):
-            return name
-    raise ValueError("there is no candidate")
+            break
+    return name  # of the last one none is dearer
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
 
 import argparse
-import glob
 import math
 import shlex
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 from declutr.cli import FORMATS, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
-from declutr.common.console.terminal import refused, shorten
+from declutr.common.console.terminal import shorten
 from declutr.common.paths import expand, listed, path_argument
 
 _SHOWN_CHARACTERS = 200
@@ -27,7 +26,7 @@ def _options(parser: Parser, arguments: list[str], join_fields: bool = True) -> 
 def run_embed(arguments: list[str]) -> int:
     """Embed texts; return the exit status."""
     parser = Parser("embed", "Embed texts. Run again to continue after a stop.")
-    parser.add_argument("model", help="folder, name, file of word vectors, hashed-words:SIZE or untrained:NAME")
+    parser.add_argument("model", help="folder, name, hashed-words:SIZE or untrained:NAME")
     parser.add_argument("inputs", nargs="+", help="files, folders, globs: text lines, JSONL, Parquet, ..., compressed")
     parser.add_argument("--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written"
                         " to OUTPUT.json")  # fmt: skip
@@ -46,7 +45,7 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
     parser.shared("--text-field", "--pooling", "--precision", "--trust-remote-code")
     options = _options(parser, arguments)
-    from declutr.embedding.job import embed
+    from declutr.embedding.job import embed  # loads pyarrow, for which no wrong option waits
 
     setup_logging("embed")
     note = embed(**options)
@@ -79,7 +78,9 @@ def run_index(arguments: list[str]) -> int:
     from declutr.embedding.note import read_note
 
     read_note(options.embeddings)  # its problems need not wait for torch
-    from declutr.embedding.build import index, sentences
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists already")
+    from declutr.embedding.build import SHARE, index, sentences
     from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES
 
@@ -96,8 +97,6 @@ def run_index(arguments: list[str]) -> int:
     if options.parquet:
         import pyarrow.parquet as pq
 
-        from declutr.embedding.map import SHARE
-
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
         command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
         lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {command}")
@@ -110,7 +109,7 @@ def _weight(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
+        value = math.nan  # refused by the comparison below
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 100")
     return value
@@ -128,7 +127,7 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
-    from declutr.embedding.search import Searcher
+    from declutr.embedding.index import Searcher
 
     searcher = Searcher(options.index, model=options.model, weight=options.weight,
                         trust_remote_code=options.trust_remote_code)  # fmt: skip
@@ -166,16 +165,13 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
-    from declutr.encoders.protocol import missing
-
-    near = [path for path in options["corpus"] if "://" not in path and not glob.has_magic(path)]
-    lacks = [f"CORPUS: {path}: no such file or folder" for path in near if not expand(path).exists()]
-    problems = [*filter(None, [missing(options["encoder"])]), *lacks]
-    if problems and not {"pairs", "stsb"} & set(options):  # whose problems are named beside these
-        return refused("\n".join(problems))  # before torch and Ray are loaded
     setup_logging("adapt")
-    from declutr.adaptation.checks import REPORT
-    from declutr.adaptation.job import adapt
+    from declutr.adaptation.config import REPORT, AdaptConfig, check_places
+    from declutr.common.config import load_config
+
+    values = {name: value for name, value in options.items() if name in AdaptConfig.model_fields}
+    check_places(load_config(values, "adapt", AdaptConfig).located(), options["output"].absolute())
+    from declutr.adaptation.job import adapt  # loads torch and Ray, for which a wrong path need not wait
 
     result = adapt(**options)
     for row in result.rows:
@@ -208,14 +204,14 @@ def export(model: str | PathLike[str], output: str | PathLike[str], **settings: 
         UsageError: every problem of the data.
         EncoderError: the encoder cannot be loaded or exported.
     """
-    from declutr.common.config import validated
+    from declutr.common.config import load_config
     from declutr.evaluation.export.inputs import ExportConfig, read_inputs
 
     places = {name: expand(str(settings[name])) for name in ("stsb", "pairs") if settings.get(name) is not None}
     values = {"model": str(model), "output": expand(str(output)), **settings, **places}
     if settings.get("corpus") is not None:
         values["corpus"] = listed(settings["corpus"])
-    config = validated("export", ExportConfig, values)
+    config = load_config(values, "export", ExportConfig)
     inputs = read_inputs(config)
     from declutr.evaluation.export.job import export_encoder  # loads torch
     from declutr.reproduction import provenance

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -54,6 +54,7 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         DataError: the data cannot be used.
         EncoderError: an encoder cannot be loaded.
     """
+    # argparse has no public list of options
     actions = {action.dest: action for action in _parser()._actions if action.dest not in ("help", "encoders")}
     problems = [f"{name}: unknown key{suggest(name, list(actions))}" for name in settings if name not in actions]
     if sum(settings.get(name) is not None for name in _SOURCES) != 1:
@@ -73,15 +74,22 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     if _evaluate(options):
         raise UsageError("evaluate: not everything was scored; standard error says why")
     files = {name: options.output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")}
+    # the others are of earlier calls
     fresh = {name: path for name, path in files.items() if path.is_file() and path.stat().st_mtime_ns >= began}
     return {name: json.loads(path.read_text()) for name, path in fresh.items()}
 
 
 def _evaluate(options: argparse.Namespace) -> int:
     """Do what the options say; return the exit status."""
+    from declutr.common.paths import expand_known
     from declutr.encoders.protocol import parse_sizes
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
 
-    options.encoders = _with_checkpoints(options.encoders)
+    names, options.encoders = options.encoders, list[str]()
+    for name in names:  # a run stands for its checkpoints, oldest first; a run without one for itself
+        folder = expand_known(name) / CHECKPOINTS
+        steps = steps_in(folder) if folder.is_dir() else []
+        options.encoders += [str(checkpoint_path(folder, step)) for step in steps] or [name]
     options.sizes = None if options.sizes is None else parse_sizes(options.sizes)
     for option, score in (("mteb", _score_mteb), ("pairs", _score_pairs)):
         if getattr(options, option) is not None:
@@ -96,7 +104,7 @@ def _parser() -> Parser:
         "evaluate", "Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data."
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
-                        "model name or folder, word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
+                        "model name or folder, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
@@ -123,22 +131,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _with_checkpoints(names: Sequence[str]) -> list[str]:
-    """The names, with the checkpoints of a run, oldest first, in place of the run; a run without one stays."""
-    from declutr.common.paths import expand_known
-    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-
-    scored = list[str]()
-    for name in names:
-        folder = expand_known(name) / CHECKPOINTS
-        steps = steps_in(folder) if folder.is_dir() else []
-        scored += [str(checkpoint_path(folder, step)) for step in steps] or [name]
-    return scored
-
-
-def _load(
-    name: str, options: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
-) -> "SentenceEncoder":
+def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
     """Load an encoder as the options say.
 
     Raises:
@@ -150,25 +143,22 @@ def _load(
         name,
         options.pooling,
         device=options.device,
-        vocabulary=vocabulary,
-        tokenized=tokenized,
         trust_remote_code=options.trust_remote_code,
         precision=options.precision,
     )
     if options.pooling and not hasattr(encoder, "encoder"):
-        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on word vectors; remove it")
+        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on it; remove it")
     return encoder
 
 
-def _score_each(
-    options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None], **loading: Any
-) -> list[str]:
+def _score_each(options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None]) -> list[str]:
     """Load each encoder and score it; return the names of those that could not be, each reported on stderr."""
     failed = []
+    # the pretrained one may be among the encoders
     names = dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])])
     for name in names:
         try:
-            score(name, _load(name, options, **loading))
+            score(name, _load(name, options))
         except (EncoderError, DataError) as error:
             failed.append(name)
             sys.stderr.write(f"not scored: {error}\n")
@@ -181,7 +171,7 @@ def _score_pairs(options: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; the first that cannot be scored ends the command."""
     from declutr.evaluation.retrieval.pairs import read_test
 
-    test = read_test(options.pairs, options.documents)
+    test = read_test(options.pairs, options.documents)  # its problems need not wait for the encoders
     from declutr.encoders.protocol import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.lexicon import Lexicon
@@ -259,8 +249,8 @@ def _check_and_score(options: argparse.Namespace) -> int:
         _say("\n".join(overview(inspections)))
         failed |= any(inspection.standing == "refused" for inspection in inspections)
         failed |= not any(inspection.usable for inspection in inspections)
-    classifier = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
-    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[options.protocol], classifier=classifier)
+    classifier = ClassifierConfig() if options.preset == "official" else ClassifierConfig.prototyping()
+    choice = ScoringChoice(protocols=_PROTOCOLS[options.protocol], classifier=classifier)
     if options.encoders or options.pretrained:
         failed |= bool(tests) and not _score_nanobeir(options, tests)
         failed |= bool(names) and not _score_senteval(options, inspections, choice)
@@ -292,7 +282,6 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
     from declutr.common.lock import RunLock
     from declutr.encoders.protocol import sizes_of, with_cuts
     from declutr.evaluation.senteval.harness import evaluate
-    from declutr.evaluation.senteval.tasks import sentence_rows
     from declutr.evaluation.tables import write_tables
     from declutr.report.page import write_scores_page
 
@@ -300,11 +289,7 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
         return False
     session = SessionConfig(num_cpus=options.cpus, address=options.address)
-    evaluated, table, vocabulary = list["Evaluated"](), "", None
-    if any(Path(name).is_file() for name in [*options.encoders, options.pretrained or ""]):
-        # read only the needed words of a file of word vectors
-        texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
-        vocabulary = {word for text in texts for word in text.split()}
+    evaluated, table = list["Evaluated"](), ""
     options.output.mkdir(parents=True, exist_ok=True)
     page = options.output / "scores.html"
     lack = missing_extra("report", f"{page} is not written")
@@ -326,7 +311,7 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
 
     # another call would remove embeddings that this one reads, and replace its tables
     with RunLock(options.output, lambda: _say(f"{options.output}: another command has taken over")):
-        failed = _score_each(options, score, vocabulary=vocabulary, tokenized=True)
+        failed = _score_each(options, score)
     if evaluated:
         compared = f"{page} compares with published numbers; also: scores.md, scores.json"
         if lack is not None:

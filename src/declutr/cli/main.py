@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if problem := _problem(command, rest):
         return refused(problem)
-    if argv is None:
+    if argv is None:  # a call in Python must not fork its process
         if command in _RELAYED:
             relay()
         end_at_signals()
@@ -100,8 +100,10 @@ def _problem(command: str, rest: list[str]) -> str | None:
             return f"declutr: there is no `{words}` any more: {_REPLACED[words]}"
     if command not in _COMMANDS:
         return f"declutr: there is no command {command!r}{suggest(command, list(_COMMANDS))}\ndeclutr --help lists all"
+    # before a secret reaches a log, a plan or a manifest
     if problem := next(filter(None, map(refused_argument, rest)), None):
         return f"declutr {command}: {problem}"
+    # `embed` reads inputs at addresses, and a query may be any text
     read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
     if address := next((argument for argument in read if argument.startswith(_STORES)), None):
         return f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder"

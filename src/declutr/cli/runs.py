@@ -86,7 +86,7 @@ def run_why(arguments: list[str]) -> int:
 
     as_logged = True
     for line, right in step_lines(order, options.step, options.document, None if options.full else _SHOWN_CHARACTERS):
-        as_logged &= right
+        as_logged &= right  # every line is shown, also after a difference
         print(line)
     return int(not as_logged)
 
@@ -100,7 +100,7 @@ def run_verify_gradients(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
     from declutr.trainer.config import TrainConfig
-    from declutr.trainer.driver.path_checks import place_problems
+    from declutr.trainer.driver.checks import place_problems
 
     if options.documents < 1 or min(options.processes) < 1:
         parser.error("--documents and --processes must be at least 1")
@@ -108,7 +108,7 @@ def run_verify_gradients(arguments: list[str]) -> int:
     from declutr.trainer.driver.checks import load_problems, refuse, resolve
     from declutr.trainer.verify import verify
 
-    resolved = resolve(config, of_run=False)
+    resolved = resolve(config, of_run=False)  # the run's folder may hold another run
     refuse(load_problems(resolved))
     print("gradient of one batch, compared with 1 process and the whole batch at once")
     heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
@@ -206,6 +206,7 @@ def run_demo(arguments: list[str]) -> int:
     )
     results = {"mlm_only": train(mlm), "declutr": train(settings)}
     rows: dict[str, dict[str, float]] = {
+        # both runs start with its weights
         "untrained": {**results["declutr"]["first_scores"], "seconds": 0.0},
         **{name: {**result["last_scores"], "seconds": result["seconds"]} for name, result in results.items()},
     }

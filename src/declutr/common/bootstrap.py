@@ -194,6 +194,7 @@ def paired_interval(before: F64, after: F64, seed: int, statistic: Statistic = m
 def _drawn(seed: int, count: int, first: int) -> NDArray[np.int64]:
     """`(50, count)` numbers of rows of the draws from this one on."""
     draws = np.arange(first, min(first + _DRAWS, _RESAMPLES), dtype=np.uint64)
+    # a draw is a position: the same in blocks of any size
     words = seeding.words(seed, "paired bootstrap", draws, np.zeros_like(draws), count)
     return (seeding.unit(words) * count).astype(np.int64)
 

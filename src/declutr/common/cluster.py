@@ -43,7 +43,7 @@ def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str |
         try:
             # Ray itself would wait almost two minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError) as error:  # OverflowError: a port of twenty digits
             if time.monotonic() + _PAUSE_SECONDS > deadline:
                 return (
                     f"{name} = {address}: no Ray cluster answers there ({error}); start it (`ray start --head`), "

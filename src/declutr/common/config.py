@@ -9,12 +9,13 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from declutr.common.config_docs import choices_of, number_problems, unknown_key
+from declutr.common.config_docs import below, choices_of, number_problems, unknown_key
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, refused_settings, shown_value, suggest
-from declutr.common.yamlfile import MAX_DEPTH, YamlError, read_yaml, read_yaml_file
+from declutr.common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
+_MAX_DEPTH = 64  # as in a file (`MAX_DEPTH` of yamlfile.py)
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 
 
@@ -39,19 +40,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def validated(title: str, model: type[Config], values: Mapping[str, Any]) -> Config:
-    """The model of these values.
-
-    Raises:
-        ConfigError: with every problem of the values.
-    """
-    tree = _plain(values)
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(title, describe(error, model, tree)) from error
 
 
 def find_config(name: str) -> Path:
@@ -102,7 +90,7 @@ def load_config(
     if isinstance(settings, model):
         if not overrides:
             return settings
-        values = settings.model_dump(mode="json", exclude_unset=True)
+        values = settings.model_dump(mode="json", exclude_unset=True)  # what was left to the shards stays so
     elif isinstance(settings, Mapping):
         values = _plain(settings)
     elif not isinstance(settings, str | Path):
@@ -126,7 +114,8 @@ def load_config(
         problems += describe(error, model, values)
     problems += [
         line
-        for line in number_problems(values, [model])
+        for line in number_problems(values, model)
+        # else validation has named it
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
@@ -165,8 +154,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
             quote = f"; put a value with * or ? into two kinds of quotes: '{key}=[\"{inner}\"]'"
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
-    if len(parents) >= MAX_DEPTH:
-        return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {MAX_DEPTH}"
+    if len(parents) >= _MAX_DEPTH:
+        return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {_MAX_DEPTH}"
     for parent in parents:
         if tree.get(parent) is None:  # absent, or a section whose lines are all comments
             tree[parent] = {}
@@ -244,7 +233,9 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")
             value = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
-            choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
+            # pydantic gives them in a text alone
+            expected = re.findall("'(.+?)'", item["ctx"].get("expected_tags", ""))
+            choices = expected or choices_of(below((model,), path), kind)
             prefix = f"{key}.{kind} = {shown_value(value)}: "
             message = f"must be one of {', '.join(choices)}{suggest(str(value), choices)}" if choices else "missing"
         elif not item["loc"]:
@@ -263,6 +254,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 text = item["input"]
+                # a shell expands * and ?, and YAML cuts at a comma
                 message += f": write '[\"{text}\"]'" if {*"*?,"} & {*str(text)} else f": write [{text}]"
         lines.setdefault(prefix, []).append(message)
     return [prefix + "; or: ".join(dict.fromkeys(messages)) for prefix, messages in lines.items()]

@@ -3,7 +3,6 @@
 The meanings are the docstrings of the fields.
 """
 
-import difflib
 import inspect
 import math
 import textwrap
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from declutr.common.errors import LONGEST_WORD, OTHER_WORDS
+from declutr.common.errors import OTHER_WORDS, nearest
 
 _WIDTH = 100
 MAX_NUMBER = 10**12
@@ -139,6 +138,7 @@ def _default_cell(default: Any) -> str:
 
 
 def _dumped(value: Any, default_flow_style: bool | None) -> list[str]:
+    # 10,000: YAML would break long texts
     text: str = yaml.safe_dump(
         value, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=default_flow_style
     )
@@ -162,7 +162,7 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
     *parents, last = path
     own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
-    if kinds := [kind for owner in sections if last in owner.model_fields for kind in _choices(owner, "kind")]:
+    if kinds := choices_of([section for section in sections if last in section.model_fields], "kind"):
         key = ".".join([*parents, "kind"])
         return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
@@ -171,24 +171,20 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
     same = [beside[own_word]] if own_word in beside else [key for key in same if ".NAME." not in key] or same
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    # reversed: of equal names the first one stays
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     # a key of the same parents would be near by them alone, whatever its name
     other_places = {key: key for key in everywhere if key not in beside.values() and key != ".".join(parents)}
     for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
-        if len(word) <= LONGEST_WORD and (near := difflib.get_close_matches(word, choices, n=1)):
-            return f"; did you mean `{choices[near[0]]}`?"
+        if near := nearest(word, choices):
+            return f"; did you mean `{choices[near]}`?"
     return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model)
 
 
-def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """The names that a key such as `kind` may hold, over all sections that have it; arguments as for `unknown_key`."""
-    return [choice for section in below((model,), path[:-1]) for choice in _choices(section, path[-1])]
-
-
-def _choices(section: type[BaseModel], name: str) -> list[str]:
-    """The names that a field of a section may hold; none without that field."""
-    field = section.model_fields.get(name)
-    return [str(choice) for choice in get_args(field.annotation)] if field else []
+def choices_of(sections: Sequence[type[BaseModel]], name: str) -> list[str]:
+    """The names that a field such as `kind` may hold, over all sections that have it."""
+    fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+    return [str(choice) for field in fields for choice in get_args(field.annotation)]
 
 
 def kinds_of(annotation: Any) -> Iterator[Any]:
@@ -212,7 +208,7 @@ def below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[B
         return list(models)
     sections = []
     for field in (model.model_fields[path[0]] for model in models if path[0] in model.model_fields):
-        has_names = _is_named(field.annotation)
+        has_names = get_origin(field.annotation) is dict  # sections by name
         if not has_names or len(path) > 1:
             sections += below(list(sections_of(field.annotation)), path[2 if has_names else 1 :])
     return sections
@@ -224,38 +220,30 @@ def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
         for name, field in model.model_fields.items():
             yield (name,)
             for key in _keys(list(sections_of(field.annotation))):
-                yield (name, "NAME", *key) if _is_named(field.annotation) else (name, *key)
+                yield (name, "NAME", *key) if get_origin(field.annotation) is dict else (name, *key)
 
 
-def _is_named(annotation: Any) -> bool:
-    """True if a field holds sections by name."""
-    return get_origin(annotation) is dict
-
-
-def number_problems(values: Any, kinds: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+def number_problems(values: Any, model: type[BaseModel]) -> Iterator[str]:
     """Problems of the numbers in a tree of settings, one line each, which starts with key and value.
 
     Validation alone takes yes and no for 1 and 0, and any magnitude.
-
-    Args:
-        values: the tree.
-        kinds: types that it may have.
-        path: its place.
     """
-    if isinstance(values, dict):
-        of_names = [kind for kind in kinds if get_origin(kind) is not dict]
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        for key, value in values.items():
-            fields = [section.model_fields[key] for section in sections if key in section.model_fields]
-            of_field = [kind for field in fields for kind in kinds_of(field.annotation)]
-            inside = of_field if len(of_names) == len(kinds) else of_names  # a mapping of names to values, or a section
-            yield from number_problems(value, inside, (*path, str(key)))
-    elif isinstance(values, list):
-        for number, value in enumerate(values):
-            yield from number_problems(value, kinds, (*path, str(number)))
-    elif problem := _number_problem(values, set(kinds) & {bool, float, int, str}, path[-1:] == ("seed",)):
-        text = repr(values) if len(repr(values)) <= _SHOWN_CHARACTERS else f"{repr(values)[:_SHOWN_CHARACTERS]}..."
-        yield f"{'.'.join(path)} = {text}: {problem}"
+    for path, value in _leaves(values):
+        *parents, last = [part for part in path if not part.isdigit()] or [""]
+        fields = [section.model_fields[last] for section in below((model,), parents) if last in section.model_fields]
+        kinds = {kind for field in fields for kind in kinds_of(field.annotation) if kind in (bool, float, int, str)}
+        if problem := _number_problem(value, kinds, last == "seed"):
+            text = repr(value) if len(repr(value)) <= _SHOWN_CHARACTERS else f"{repr(value)[:_SHOWN_CHARACTERS]}..."
+            yield f"{'.'.join(path)} = {text}: {problem}"
+
+
+def _leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value that is neither a mapping nor a list, and its place."""
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _leaves(value, (*path, str(key)))
+    else:
+        yield path, values
 
 
 def _number_problem(value: Any, kinds: set[type], is_seed: bool) -> str | None:
@@ -272,7 +260,7 @@ def _number_problem(value: Any, kinds: set[type], is_seed: bool) -> str | None:
     if not isinstance(value, int | float):
         return None
     limit = MAX_SEED if is_seed else MAX_NUMBER
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if abs(value) > limit:
         return f"must be at most {limit:,}" if value > 0 else f"must be at least -{limit:,}"

@@ -6,7 +6,7 @@ write parts of such messages: the nearest name, the extra to install, an address
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
@@ -68,7 +68,7 @@ class SessionError(DeclutrError, RuntimeError):
     """No Ray session could be started on this machine."""
 
 
-class RemoteError(DeclutrError, OSError):
+class RemoteError(DeclutrError, OSError):  # OSError: the saver of a run retries it
     """A file or folder that cannot be sent or fetched; the message names it, the cause and a remedy."""
 
 
@@ -92,8 +92,7 @@ class RunStoppedError(DeclutrError, RuntimeError):
         self.status = status
 
 
-LONGEST_WORD = 100
-"""Longest name, in characters, that is compared with others: difflib's time grows with its square."""
+_LONGEST_WORD = 100  # in characters; difflib's time grows with the square
 OTHER_WORDS = {
     "batch_size": "batch_documents",
     "bfloat16": "bf16",
@@ -122,13 +121,18 @@ OTHER_WORDS = {
 """The names that other libraries have for settings and values, and ours."""
 
 
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice nearest to a word, in upper or lower case; None if none is near."""
+    lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), lower, n=1) if len(word) <= _LONGEST_WORD else []
+    return lower[near[0]] if near else None
+
+
 def suggest(word: str, choices: Sequence[str]) -> str:
     """`; did you mean ...?` with the choice nearest to a word; empty if none is near."""
-    lower = {choice.lower(): choice for choice in choices}
-    if (own_word := OTHER_WORDS.get(word.lower())) in choices:
-        return f"; did you mean `{own_word}`?"
-    near = difflib.get_close_matches(word.lower(), list(lower), n=1) if len(word) <= LONGEST_WORD else []
-    return f"; did you mean `{lower[near[0]]}`?" if near else ""
+    own_word = OTHER_WORDS.get(word.lower())
+    near = own_word if own_word in choices else nearest(word, choices)
+    return f"; did you mean `{near}`?" if near else ""
 
 
 _PACKAGES = {
@@ -226,5 +230,5 @@ def refused_settings(tree: Any, key: str = "") -> Iterator[str]:
 
 
 def _hide(option: re.Match[str]) -> str:
-    secret = _SECRET_KEY.search(unquote(option["key"]))
+    secret = _SECRET_KEY.search(unquote(option["key"]))  # a server also reads %74oken as token
     return f"{option['key']}={_HIDDEN if secret else option['value']}"

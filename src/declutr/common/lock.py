@@ -27,7 +27,7 @@ import psutil
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, RunLockedError
 from declutr.common.storage import decode_record
-from declutr.common.stores.folder import Folder, RetryPolicy
+from declutr.common.stores.folder import Folder
 from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"
@@ -74,7 +74,7 @@ class RunLock(Watcher):
     def __enter__(self) -> Self:
         try:
             with self._alone():
-                _refuse(self._place, self._read(), self._age_seconds, self._ADVICE)
+                self._refuse()
                 self._write()
         except (KeyboardInterrupt, SystemExit):  # a process that goes on, as a notebook does, must not hold the lock
             self._release()
@@ -100,6 +100,25 @@ class RunLock(Watcher):
         self._lost()
         return False
 
+    def _refuse(self) -> None:
+        """Refuses a holder that still runs, by its process on this host or its last heartbeat on another host.
+
+        A heartbeat more than a minute ahead of the storage's clock is ignored, because a running holder would have
+        renewed it.
+
+        Raises:
+            RunLockedError: the holder runs.
+        """
+        if (holder := self._read()) is None:
+            return
+        if (holder.host, holder.processes) == (socket.gethostname(), _pid_namespace()):
+            runs = holder.began is not None and holder.began == _began(holder.pid)
+        else:
+            runs = abs(self._age_seconds()) < _STALE_SECONDS
+        if runs:
+            who = f"host {holder.host}, pid {holder.pid}, since {holder.since}"
+            raise RunLockedError(f"{self._place}: another command works here ({who}); {self._ADVICE}")
+
     def _is_own(self) -> bool:
         holder = self._read()
         return holder is not None and holder.token == self._holder.token
@@ -116,10 +135,12 @@ class RunLock(Watcher):
                     yield
 
     def _read(self) -> Holder | None:
-        return _holder_of(self._path)
+        with contextlib.suppress(FileNotFoundError):
+            return _read_holder(self._path.read_bytes(), str(self._path))
+        return None
 
     def _write(self) -> None:
-        with self._path.open("wb") as stream:
+        with self._path.open("wb") as stream:  # not a new file, whose inode nobody has locked
             stream.write(msgspec.json.encode(self._holder))
             stream.flush()
             os.fsync(stream.fileno())
@@ -133,7 +154,13 @@ class RunLock(Watcher):
                 self._path.unlink()
 
     def _age_seconds(self) -> float:
-        return _age_seconds(self._path)
+        """Seconds since the last heartbeat, by the clock of the storage that holds the lock."""
+        clock = self._path.with_name(f".{LOCK}.{os.getpid()}.tmp")  # its time comes from the file system, not this host
+        clock.touch()
+        try:
+            return clock.stat().st_mtime - self._path.stat().st_mtime
+        finally:
+            clock.unlink()
 
 
 class StoreLock(RunLock):
@@ -158,7 +185,7 @@ class StoreLock(RunLock):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._remote = Folder(self._remote.url, RetryPolicy(total_seconds=0.0))  # the next heartbeat is a retry
+        self._remote = Folder(self._remote.url, retry_seconds=0.0)  # the next heartbeat is a retry
         return self
 
     @contextlib.contextmanager
@@ -213,15 +240,8 @@ def refuse_held(run: Path) -> None:
     Raises:
         RunLockedError: as `RunLock`.
     """
-    with contextlib.suppress(FileNotFoundError):
-        _refuse(str(run), _holder_of(run / LOCK), lambda: _age_seconds(run / LOCK), RunLock._ADVICE)
-
-
-def _holder_of(path: Path) -> Holder | None:
-    """The holder of the lock of a folder; None without a lock."""
-    with contextlib.suppress(FileNotFoundError):
-        return _read_holder(path.read_bytes(), str(path))
-    return None
+    with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+        RunLock(run, lambda: None)._refuse()
 
 
 def _read_holder(raw: bytes, name: str) -> Holder | None:
@@ -247,44 +267,15 @@ def this_process(token: str) -> Holder:
     )
 
 
-def _refuse(place: str, holder: Holder | None, age_seconds: Callable[[], float], advice: str) -> None:
-    """Refuses a holder that still runs, by its process on this host or its last heartbeat on another host.
-
-    `age_seconds` returns the age of the last heartbeat by the clock of the storage that holds the lock. A heartbeat
-    more than a minute ahead of that clock is ignored, because a running holder would have renewed it.
-
-    Raises:
-        RunLockedError: the holder runs.
-    """
-    if holder is None:
-        return
-    if (holder.host, holder.processes) == (socket.gethostname(), _pid_namespace()):
-        runs = holder.began is not None and holder.began == _began(holder.pid)
-    else:
-        runs = abs(age_seconds()) < _STALE_SECONDS
-    if runs:
-        who = f"host {holder.host}, pid {holder.pid}, since {holder.since}"
-        raise RunLockedError(f"{place}: another command works here ({who}); {advice}")
-
-
-def _age_seconds(path: Path) -> float:
-    """Seconds since the file was touched, by the clock of its file system."""
-    clock = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # its time comes from the file system, not from this host
-    clock.touch()
-    try:
-        return clock.stat().st_mtime - path.stat().st_mtime
-    finally:
-        clock.unlink()
-
-
 def _began(pid: int) -> str | None:
     """Start time of a process of this host; None if no such process exists. Pids are reused, start times are not."""
     try:
+        # behind the name of the program, which may hold spaces and parentheses
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
         on_macos = not Path("/proc/self/stat").exists()
         return "running" if on_macos and psutil.pid_exists(pid) else None
-    return None if state in "ZX" else fields[18]
+    return None if state in "ZX" else fields[18]  # field 22 of proc(5); a zombie has ended
 
 
 def _pid_namespace() -> str:

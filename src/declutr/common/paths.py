@@ -24,7 +24,7 @@ def expand(path: str) -> Path:
         raise UsageError("an empty path; name a file or a folder")
     if "\0" in path:
         raise UsageError(f"{path!r} holds a NUL character")
-    if os.path.lexists(path):
+    if os.path.lexists(path):  # a broken link exists, too
         return Path(path)
     if _NEARLY_AN_ADDRESS.match(path):
         raise UsageError(
@@ -65,24 +65,15 @@ def folder_problem(folder: Path) -> str | None:
     """
     place = folder.absolute()
     try:
-        while not _is_there(place):
-            place = place.parent
+        while place.name:  # the root exists
+            try:
+                place.lstat()  # a broken link exists, too; a name that is too long or may not be looked up is an error
+                break
+            except (FileNotFoundError, NotADirectoryError):
+                place = place.parent
         if not place.is_dir():
             return f"{place} is {'a link to nothing' if place.is_symlink() else 'a file'}; name a folder"
         Path(tempfile.mkdtemp(prefix=".declutr-", dir=place)).rmdir()
     except OSError as error:
         return f"nothing can be written in {place} ({error.strerror})"
     return None
-
-
-def _is_there(path: Path) -> bool:
-    """Returns True if something has this name, even a broken link.
-
-    Raises:
-        OSError: the name is too long or may not be looked up.
-    """
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True

@@ -14,7 +14,7 @@ import time
 from typing import Any, NoReturn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LOOK_SECONDS = 1.0
 _parent: int | None = None
 
@@ -102,7 +102,7 @@ def _end(code: int) -> NoReturn:
     """Ends this process with an exit status, or by the signal -`code`."""
     if code < 0:
         number = -code
-        if number != signal.SIGKILL:
+        if number != signal.SIGKILL:  # it takes no handler
             signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)

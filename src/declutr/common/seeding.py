@@ -9,11 +9,11 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))  # these and `_WEYL` are those of Philox4x32
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-_ROUNDS = 10
+_ROUNDS = 10  # 7 pass the tests of the paper; 10 are its default
 _CHUNK = 4096  # counters processed at once: six arrays of 32 KiB
 
 U32 = NDArray[np.uint32]

@@ -22,7 +22,7 @@ from declutr.common.errors import AlteredError, DamagedError
 
 LISTING = ".files.json"
 """Name of the list of a folder's files, in the folder."""
-_DRIVE = re.compile(r"[A-Za-z]:")
+_DRIVE = re.compile(r"[A-Za-z]:")  # a folder of another disk on Windows
 
 Record = TypeVar("Record")
 
@@ -40,7 +40,7 @@ def fsync_path(path: Path) -> None:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields a temporary sibling of `path` to write a file to; it takes the name `path` only if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two processes may write the same file
     try:
         yield aside
         fsync_path(aside)  # before it has its name, or a power failure could leave an empty file of that name
@@ -66,7 +66,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         raise FileExistsError(f"{path} exists already")
     aside, before = path.with_name(f".{path.name}.{os.getpid()}.tmp"), _before(path)
     if replace:
-        put_back(path)
+        put_back(path)  # of a call that was killed between its renames
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -81,7 +81,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if replace:
-            put_back(path)
+            put_back(path)  # of an error between the two renames
             shutil.rmtree(before, ignore_errors=True)
 
 
@@ -127,7 +127,7 @@ def read_json(path: Path) -> Any:
         OSError: the file cannot be read.
     """
     try:
-        return json.loads(read_regular(path).decode())
+        return json.loads(read_regular(path).decode())  # json would guess UTF-16 and UTF-32 from bytes
     except RecursionError as error:
         raise ValueError("values nested too deeply") from error
 
@@ -173,6 +173,7 @@ def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
         raise DamagedError(f"{name} is damaged: it is empty")
     try:
         return msgspec.json.decode(raw, type=kind)
+    # the last two: msgspec, of deep values and of strings that are not UTF-8
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise DamagedError(f"{name} is damaged: {error}") from error
 

@@ -34,5 +34,6 @@ class Watcher:
 
     def _run(self) -> None:
         pause = 0.0 if self._at_once else self._seconds
+        # not `sleep`, which the end of the block could not cut short
         while not self._stop.wait(pause) and self.look() is not False:
             pause = self._seconds

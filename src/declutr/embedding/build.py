@@ -1,7 +1,7 @@
 """`declutr index`: an index, and a map, from a file of `declutr embed`; written to a temporary folder, then renamed.
 
 The weight of the words of a hybrid index may be chosen on pairs: half of the queries choose it, the other half report
-it.
+it. The map, for Embedding Atlas, has texts, vectors, and places in the plane in which the vectors differ most.
 """
 
 import itertools
@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from declutr.common.bootstrap import Comparison, compare, grouped, share
+from declutr.common import seeding
+from declutr.common.bootstrap import compare, grouped, share
 from declutr.common.errors import DataError, UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
@@ -33,8 +34,7 @@ from declutr.embedding.index import (
     StoredTexts,
 )
 from declutr.embedding.job import would_read, write_npy_header
-from declutr.embedding.map import write_map
-from declutr.embedding.note import read_note, unit_vectors
+from declutr.embedding.note import Note, finite_vectors, read_note, unit_vectors
 from declutr.embedding.postings import write_words
 from declutr.embedding.units import (
     CHUNK_ROWS,
@@ -49,18 +49,17 @@ from declutr.embedding.units import (
     plan,
     shaped,
 )
-from declutr.encoders.protocol import SentenceEncoder
+from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
+from declutr.trainer.data.plan import permute
 
 DEFAULT_WEIGHT = 1.0
 F64 = NDArray[np.float64]
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)  # 0: words may help nothing
-WORDS_ALONE = "words alone"
-VECTORS_ALONE = "vectors alone"
 CHOOSING = "ndcg@10"
 
 
@@ -76,13 +75,6 @@ class WeightChoice:
     """`(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone."""
     answers: NDArray[np.int64]
     """`(Q,)` number of the answers of each of the other queries."""
-
-    def differences(self) -> dict[str, Comparison]:
-        """The hybrid search compared with each part alone on the queries that did not choose."""
-        column = MEASURES.index(CHOOSING)
-        rows = {name: grouped(scores[:, column], self.answers) for name, scores in self.values.items()}
-        hybrid = rows.pop("hybrid")
-        return {name: compare(part, hybrid, SEED, share) for name, part in rows.items()}
 
 
 class Built(NamedTuple):
@@ -144,7 +136,7 @@ def index(
         from declutr.encoders.loading import encoder_of_index  # loads torch
 
         encoder = encoder_of_index(note.config.choice, model, trust_remote_code=trust_remote_code)
-    config = note.config.model_copy(update={"output": file.absolute()})
+    config = note.config.model_copy(update={"output": file.absolute()})  # the file may have moved
     if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
         # A request would carry the credentials of this user.
         raise UsageError(
@@ -239,11 +231,13 @@ def _write_texts(
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for unit in units:
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
-            for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
-                record_number = next(number)
+            fields = read_unit(unit, corpus_of(config, source_field)) if source_field else itertools.repeat(None)
+            for (record, key), field in zip(records, fields, strict=False):  # `itertools.repeat` has no end
+                record_number, source = next(number), field if isinstance(field, Document) and field.text else None
                 if source and (source.source, source.offset) != (record.source, record.offset):
                     raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document):
+                    # without the CR of a line that ends in CR LF, as `embed_unit` counts characters
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
                     row: dict[str, int | str | None] = {
                         "record": record_number,
@@ -265,12 +259,6 @@ def _write_texts(
     return total + len(rows)
 
 
-def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Document | None]:
-    """Value of that field for each record of a unit, or None."""
-    records = read_unit(unit, corpus_of(config, field)) if field else itertools.repeat(None)
-    return (record if isinstance(record, Document) and record.text else None for record in records)
-
-
 def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> WeightChoice:
     """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts.
 
@@ -288,7 +276,7 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
     weight = WEIGHTS[int(np.argmax(means))]
     hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))  # None: words alone
-    values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
+    values = {"hybrid": hybrid, "vectors alone": vectors, "words alone": words}
     return WeightChoice(weight, len(halves["development"].queries), values, halves["test"].answers)
 
 
@@ -320,9 +308,78 @@ def _measured(
 
 
 def sentences(choice: WeightChoice) -> Iterator[str]:
-    """Sentences with the choice and its differences to each part."""
+    """Sentences with the choice, and the differences to each part alone on the queries that did not choose."""
     yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
-    for name, difference in choice.differences().items():
+    column = MEASURES.index(CHOOSING)
+    rows = {name: grouped(scores[:, column], choice.answers) for name, scores in choice.values.items()}
+    hybrid = rows.pop("hybrid")
+    for name, part in rows.items():
+        difference = compare(part, hybrid, SEED, share)
         scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
         queries = f"{len(choice.answers):,} other queries with {difference.rows:,} different answers"
         yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence('answers')}"
+
+
+PLANE_ROWS = 5_000  # so that a map takes seconds
+"""Texts that fit the plane; all are placed on it."""
+SHARE = b"share of the variance"
+"""Key of the file's metadata: the share of the variance within the plane, in [0, 1]."""
+_LEAST_SHARE = 1e-12  # of the largest eigenvalue
+
+
+def fit_plane(vectors: NDArray[np.float32]) -> tuple[F64, F64, float]:
+    """The plane in which vectors `(n, size)` differ most: their first two principal components (Pearson, 1901).
+
+    With mean m and covariance C = 1/n sum_i (x_i - m)(x_i - m)^T, a vector x of length 1 is placed at
+    (u_1, u_2)^T (x - m), where u_1 and u_2 are the eigenvectors of C with the largest eigenvalues. Unlike the places of
+    UMAP or t-SNE, these depend on no random start, and each follows from its vector alone, so that batches are placed
+    one after the other.
+
+    Returns:
+        The mean `(size,)`; the axes `(size, 2)`, the second null if the vectors lie on a line; and the share of the
+        variance within the plane, 1 if there is none.
+    """
+    mean = vectors.mean(axis=0, dtype=np.float64)
+    _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)  # the full ones would be size x size
+    variances, axes = singular**2, np.zeros((vectors.shape[1], 2))
+    real = variances[:2] > _LEAST_SHARE * variances[0]  # others are rounding
+    axes[:, : len(real)] = directions[:2].T * real
+    # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
+    axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
+    total = float(variances.sum())
+    # at most 1, because two sums round differently
+    return mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0
+
+
+def sample_rows(num_rows: int) -> NDArray[np.int64]:
+    """Ascending numbers below `num_rows`: `PLANE_ROWS` of them, always the same ones, or all if there are fewer."""
+    drawn = np.arange(min(num_rows, PLANE_ROWS))
+    if num_rows > PLANE_ROWS:
+        drawn = np.sort(permute(seeding.key_for(0, "map"), np.zeros_like(drawn), drawn, num_rows))
+    return drawn
+
+
+def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
+    """Write the map of a file of at least one embedding for Embedding Atlas, a batch at a time.
+
+    Columns: text, id, source, vector (as in the file of embeddings, of its type), x, y (float32). `texts` is the file
+    of the index, with a row for each embedding.
+    """
+    rows, parts, start = sample_rows(note.rows), [], 0
+    for chunk in unit_vectors(embeddings, note):  # a batch of Parquet may be shorter than the others: rows are counted
+        parts.append(chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start])
+        start += len(chunk)
+    mean, axes, share_of_plane = fit_plane(np.concatenate(parts))
+    with pa.memory_map(str(texts)) as source:
+        table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
+        vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
+        fields = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
+        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(share_of_plane, 6))})
+        start = 0
+        with pq.ParquetWriter(path, schema) as writer:
+            for chunk in finite_vectors(embeddings, note):
+                x, y = ((unit_rows(chunk.astype(np.float32)) - mean) @ axes).astype(np.float32).T
+                vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(chunk)), note.size)
+                columns = table.slice(start, len(chunk)).select(["text", "id", "source"]).columns
+                writer.write_table(pa.Table.from_arrays([*columns, vectors, pa.array(x), pa.array(y)], schema=schema))
+                start += len(chunk)

@@ -8,8 +8,10 @@ Everything that is read may come from someone else: it is mapped or parsed as da
 """
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.errors import UsageError
+from declutr.common.paths import expand
 from declutr.common.storage import hash_file
 from declutr.embedding.note import mapped
 from declutr.embedding.postings import StoredWords, wrong_file
@@ -125,6 +128,7 @@ class StoredTexts:
         """
         batch, place = divmod(row, CHUNK_ROWS)
         values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
+        # an altered file may have nulls
         return Stored(row, **values | {name: values[name] or "" for name in ("source", "text")})
 
     def __iter__(self) -> Iterator[str]:
@@ -179,6 +183,7 @@ class StoredVectors:
     def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
         self._is_int8 = dtype == "int8"
         self._vectors = mapped(path, rows, size, dtype)
+        # in chunks: the answers for all numbers would take a byte each
         chunks = (self._vectors[start : start + CHUNK_ROWS] for start in range(0, rows, CHUNK_ROWS))
         if not self._is_int8 and not all(np.isfinite(chunk).all() for chunk in chunks):
             raise UsageError(f"{path} holds numbers that are not finite; build the index again")
@@ -198,7 +203,7 @@ class StoredVectors:
 
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
     """Rows of the `top` highest scores `(rows,)`, best first, of equal ones the first rows; all if there are fewer."""
-    low = -scores
+    low = -scores  # ascending, so that the stable sort keeps the first of equal rows first
     rows = np.arange(len(low))
     if top < len(low):
         # Sorting all would take longer than computing the scores.
@@ -235,29 +240,7 @@ class SearchIndex:
         hybrid = self.facts.hybrid
         self._words = StoredWords(folder, self.facts.rows, hybrid.kind) if hybrid else None
         self.weight = hybrid.weight if hybrid else 0.0
-
-    def weigh(self, weight: float) -> None:
-        """Replace the weight of the words.
-
-        Raises:
-            UsageError: the index has no words.
-        """
-        if self._words is None:
-            raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
-        self.weight = weight
-
-    def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
-        """Find the best texts, best first.
-
-        Raises:
-            UsageError: the encoder did not make the index, or index or query are empty, or no word is known.
-        """
-        self.check(encoder)
-        if not query.strip():
-            raise UsageError("the query is empty; give at least one word")
-        if not self.facts.rows:
-            raise UsageError(NO_TEXT)
-        return self.hits(self.embed(encoder, query), top, query)
+        """Weight of the words; 0 without words."""
 
     def check(self, encoder: SentenceEncoder) -> None:
         """Check that an encoder made this index.
@@ -276,7 +259,7 @@ class SearchIndex:
 
     def embed(self, encoder: SentenceEncoder, query: str) -> NDArray[np.float32]:
         """Vector of a query, `(size,)`, of length 1; a null vector stays null."""
-        shape = self.facts.shape.model_copy(update={"normalise": True})
+        shape = self.facts.shape.model_copy(update={"normalise": True})  # a cosine is a product of unit vectors
         if shape.dtype == "int8":  # a query is not rounded
             shape = shape.model_copy(update={"dtype": "float32"})
         whole = query.encode("utf-8", "replace").decode()  # a terminal may give half a character
@@ -297,17 +280,14 @@ class SearchIndex:
             raise UsageError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
         firsts = self._firsts[best_rows(self.by_document(scores), top)]
-        rows = np.array([first + int(scores[first : self._behind(first)].argmax()) for first in firsts], np.int64)
+        ends = np.append(self._firsts, self.facts.rows)[np.searchsorted(self._firsts, firsts, side="right")]
+        slices = zip(firsts.tolist(), ends.tolist(), strict=True)
+        rows = np.array([first + int(scores[first:end].argmax()) for first, end in slices], np.int64)
         parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
         return [
             Hit(**vars(text), score=score, cosine=cosine, lexical=None if self._words is None else words)
             for text, (score, cosine, words) in zip(self.texts(rows.tolist()), parts, strict=True)
         ]
-
-    def _behind(self, first: int) -> int:
-        """Row behind those of the document that starts at a row."""
-        document = np.searchsorted(self._firsts, first, side="right")
-        return int(self._firsts[document]) if document < len(self._firsts) else self.facts.rows
 
     def document(self, row: int) -> int:
         """Number of the document of a row."""
@@ -344,3 +324,57 @@ def _checked_facts(folder: Path) -> IndexFacts:
         if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
             raise UsageError(f"{folder}: {name} is missing or altered; build the index again")
     return facts
+
+
+class Searcher(SearchIndex):
+    """An open index, for a service: its threads may share it, and it answers them one after the other.
+
+    Args:
+        index: folder of `declutr index`.
+        model: the encoder, if it has moved since; None: the one that the index names, and the hub is not asked for it.
+        weight: of the words of a hybrid index; None: the index's.
+        trust_remote_code: run Python code that comes with the encoder.
+
+    Raises:
+        UsageError: the folder holds no index, one that is altered, or one of another encoder.
+        EncoderError: the encoder cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        index: str | PathLike[str],
+        *,
+        model: str | None = None,
+        weight: float | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__(expand(str(index)))
+        if weight is not None:
+            if self.facts.hybrid is None:
+                raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
+            self.weight = weight
+        from declutr.encoders.loading import encoder_of_index  # loads torch, which no problem of the index waits for
+
+        self._encoder = encoder_of_index(self.facts.choice, model, trust_remote_code=trust_remote_code)
+        self.check(self._encoder)
+        self._lock = threading.Lock()
+
+    def search(self, query: str, top: int = 10) -> list[Hit]:
+        """The best `top` texts for a query, best first; of an index of passages the best passage of each text.
+
+        Raises:
+            UsageError: the index or the query is empty, no word of it is known, or `top` is below 1.
+        """
+        if top < 1:
+            raise UsageError(f"top = {top}: must be at least 1")
+        if not query.strip():
+            raise UsageError("the query is empty; give at least one word")
+        if not self.facts.rows:
+            raise UsageError(NO_TEXT)
+        with self._lock:  # the encoder sets the number of torch's threads, which all threads share
+            return self.hits(self.embed(self._encoder, query), top, query)
+
+
+def search(index: str | PathLike[str], query: str, top: int = 10, **settings: Any) -> list[Hit]:
+    """Search an index once; `Searcher` opens it for many queries, and has the settings and errors."""
+    return Searcher(index, **settings).search(query, top)

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
-from declutr.common.config import validated
+from declutr.common.config import load_config
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
@@ -35,11 +35,10 @@ from declutr.embedding.units import (
     embed_unit,
     finished,
     identify,
-    located,
     part_schema,
     plan,
 )
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, missing, precision_of, vectors_fingerprint
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, precision_of, unloadable, vectors_fingerprint
 from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
@@ -87,9 +86,15 @@ def embed(
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
     if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
-    if problem := missing(parts["choice"]["model"]):
+    if problem := unloadable(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = located(validated("embed", EmbedConfig, parts | values))
+    config = load_config(parts | values, "embed", EmbedConfig)
+    # absolute paths, because workers run in another folder, and the note is read from anywhere
+    places = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
+    choice = config.choice
+    if Path(choice.model).exists():
+        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
+    config = config.model_copy(update={"inputs": places, "choice": choice, "output": config.output.absolute()})
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [config.output, note_path(config.output)]):
             raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
@@ -128,10 +133,10 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     """Load the encoder, embed what is not done, assemble the parts, write the note, and remove the parts."""
-    from declutr.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
+    from declutr.encoders.loading import load_encoder  # loads torch, which no problem of the inputs waits for
 
     output = config.output
-    encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+    encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     if config.passages:
@@ -254,7 +259,7 @@ def _run(
         def report(texts: int, num_bytes: int) -> None:
             nonlocal num_texts
             num_texts += texts
-            seconds = max(1e-9, float(progress.format_dict["elapsed"]))
+            seconds = max(1e-9, float(progress.format_dict["elapsed"]))  # the clock may not have moved yet
             progress.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
             progress.update(num_bytes)
 
@@ -322,10 +327,10 @@ class UnitEmbedder:
     """Ray worker with an encoder that embeds one unit after the other, if its `vectors_fingerprint` is `vectors`."""
 
     def __init__(self, config: EmbedConfig, folder: str, vectors: str) -> None:
-        from declutr.encoders.loading import encoder_of
+        from declutr.encoders.loading import load_encoder
 
         self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+        self._encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
         self._problem = ""
         # The encoder that a name means may change meanwhile: that of a run is its newest checkpoint.
         if vectors_fingerprint(self._encoder) != vectors:

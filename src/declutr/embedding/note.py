@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from declutr.common.config import first_problem
 from declutr.common.errors import UsageError
-from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig, Shape, shaped
-from declutr.encoders.protocol import Precision
+from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig
+from declutr.encoders.protocol import Precision, unit_rows
 
 
 class Note(Coverage):
@@ -73,6 +73,7 @@ def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
     """
     try:
         vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    # NumPy parses the header as a Python literal, so a damaged one raises any of these
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
         raise UsageError(f"{path} cannot be read as vectors ({error})") from error
     if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
@@ -82,8 +83,7 @@ def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
 
 def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
     """Yield chunks of embeddings, scaled to length 1."""
-    unit = Shape(normalise=True)
-    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
+    return (unit_rows(chunk.astype(np.float32)) for chunk in finite_vectors(embeddings, note))
 
 
 def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
@@ -112,6 +112,7 @@ def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
                 column = batch.column(0)
                 yield column.flatten().to_numpy().reshape(len(column), note.size)
                 rows += len(column)
+    # also no such column, another number of values, and numbers in place of lists
     except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
         raise UsageError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
     if rows != note.rows:

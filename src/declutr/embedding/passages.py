@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.errors import UsageError
-from declutr.encoders.protocol import SentenceEncoder, Window, window_of
+from declutr.encoders.protocol import SentenceEncoder, Window
 
 _HEADING, _PARAGRAPH, _SENTENCE, _LINE, _WORD, _INSIDE = 5, 4, 3, 2, 1, 0
 _MARKS = "=-~^\"'*+`"  # by level
@@ -25,6 +25,7 @@ _STARTS = re.compile(
 _PARAGRAPHS = re.compile(r"\n[ \t\r]*\n\s*")
 _LINES = re.compile(r"\n\s*")
 _SENTENCES = re.compile(r"[.!?…؟।][\"'”’»)\]]*\s+|[。！？][」』）]*")
+# ascending: a stronger break overwrites a weaker one
 _PATTERNS = (_LINE, _LINES), (_SENTENCE, _SENTENCES), (_PARAGRAPH, _PARAGRAPHS)
 _SPACE = re.compile(r"\s*")
 _MARGIN = 2  # tokens: a passage may have more alone than within its text, as of a first word without its space
@@ -62,10 +63,10 @@ class Cutter:
     """
 
     def __init__(self, encoder: SentenceEncoder, headings: bool = False) -> None:
-        window = window_of(encoder)
-        if window is None:
+        window: Window | None = getattr(getattr(encoder, "whole", encoder), "window", None)
+        if window is None:  # words alone
             raise UsageError(f"--passages: {encoder.name} has no tokenizer and reads a text of any length; omit it")
-        self._window: Window = window
+        self._window = window
         self._limit = max(1, window.tokens - _MARGIN)
         self._headings = headings
 
@@ -76,6 +77,7 @@ class Cutter:
         passages, line, counted = list[Passage](), 1, 0
         for first, last in _blocks(text):
             for start, end, heading in self._cut(text[first:last], first, [place for place, _, _ in outline], above):
+                # only from the last start on: a long text would be counted again for each passage
                 line += text.count("\n", counted, start)
                 counted = start
                 passages.append(Passage(start, end, line, heading))
@@ -86,7 +88,7 @@ class Cutter:
         encoding = self._window.engine.encode(block, add_special_tokens=False)
         if not len(encoding):
             return
-        places = np.maximum.accumulate(np.array(encoding.offsets, np.int64))
+        places = np.maximum.accumulate(np.array(encoding.offsets, np.int64))  # searchsorted needs ends that ascend
         breaks = _breaks(block, places, [place - offset for place in starts])
         first = 0
         while first < len(places):
@@ -101,7 +103,7 @@ class Cutter:
         """The headings that fit, without the outermost ones, and their number of tokens."""
         for number in range(len(path)):
             heading = " > ".join(path[number:])
-            used = len(self._window.engine.encode(heading, add_special_tokens=False)) + 1
+            used = len(self._window.engine.encode(heading, add_special_tokens=False)) + 1  # 1: its line break
             if 4 * used <= self._limit:
                 return heading, used
         return "", 0
@@ -181,4 +183,5 @@ def _end(breaks: NDArray[np.int8], first: int, limit: int) -> int:
     if end == len(breaks):
         return end
     near = breaks[first + limit // 2 + 1 : end + 1]
+    # the last of the strongest, because argmax takes the first and the order is reversed
     return end - int(near[::-1].argmax()) if len(near) else end

@@ -31,6 +31,7 @@ def write_words(folder: Path, texts: Iterable[str], kind: LexicalKind) -> int:
     ranks = np.empty_like(order)
     ranks[order] = np.arange(len(order))
     weights = lexicon.weights(kind)
+    # tocsc sorts the rows of each word, as `StoredWords` needs them
     by_word = csr_matrix((weights.data, ranks[weights.indices], weights.indptr), weights.shape).tocsc()
     counts = lexicon.in_texts.astype(np.int64)[order]
     _write(folder / WORDS, _WORDS, [pa.array(words, pa.large_string()), pa.array(counts)])
@@ -71,7 +72,7 @@ class StoredWords:
 
     def scores(self, query: str) -> NDArray[np.float32]:
         """`(rows,)` scores between 0 and 1; all 0 if no text has a word of the query."""
-        scores = np.zeros(self._rows)
+        scores = np.zeros(self._rows)  # float64, so that a sum of words is rounded once
         occurring = [(self._place(word), number) for word, number in Counter(lexical_words(query)).items()]
         places = np.array([place for place, _ in occurring if place is not None], np.int64)
         occurrences = np.array([number for place, number in occurring if place is not None], np.float64)
@@ -93,7 +94,7 @@ def _read_batch(path: Path, schema: pa.Schema) -> pa.RecordBatch:
         if file.schema != schema or file.num_record_batches != 1:
             raise wrong_file(path, "other columns or parts")
         batch = file.get_batch(0)
-        batch.validate(full=True)
+        batch.validate(full=True)  # offsets beyond the file would end the process
     except (pa.ArrowException, OSError) as error:
         raise wrong_file(path, str(error)) from error
     if any(column.null_count for column in batch.columns):

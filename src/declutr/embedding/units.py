@@ -18,10 +18,9 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.embedding.passages import Cutter, Passage
-from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted
+from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted, unit_rows
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,
@@ -79,15 +78,6 @@ class EmbedConfig(Strict):
 _MAX_UNITS = 4096
 CHUNK_ROWS = 4096
 """Embeddings that are read at once."""
-
-
-def located(config: EmbedConfig) -> EmbedConfig:
-    """Job with absolute paths, because workers run in another folder, and the note is read from anywhere."""
-    inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
-    choice = config.choice
-    if Path(choice.model).exists():
-        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
-    return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
@@ -223,7 +213,7 @@ def embed_unit(
                             )
                         skipped[record.reason] += 1
                     else:
-                        text = record.text.removesuffix("\r")
+                        text = record.text.removesuffix("\r")  # of a line that ends in CR LF
                         passages = cutter.passages(text) if cutter else []
                         places += passages
                         texts += [passage.of(text) for passage in passages] if cutter else [text]
@@ -239,7 +229,14 @@ def embed_unit(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
-                    writer.write_batch(_batch(schema, rows, ids, places, values))
+                    columns = {
+                        "row": pa.array(rows, pa.int64()),
+                        "id": pa.array(ids, pa.string()),
+                        **{name: pa.array([getattr(place, name) for place in places], kind) for name, kind in PLACES},
+                        "embedding": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]),
+                    }
+                    arrays = [columns[name] for name in schema.names]
+                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
                 if report is not None:
                     now = reader.bytes_read
                     report(len(texts), now - seen_bytes)
@@ -257,7 +254,7 @@ def embed_unit(
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )
-    write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")
+    write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")  # last: marks the part as whole
     return sidecar
 
 
@@ -265,7 +262,7 @@ def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
     """Sidecar of a unit that needs no more work, or None."""
     try:
         sidecar = EmbeddingSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, ValidationError):  # not done yet, or by another version
         return None
     path = folder / f"{unit}.arrow"
     whole = path.is_file() and path.stat().st_size == sidecar.num_bytes
@@ -293,21 +290,11 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
     """Truncate, then normalise, then round."""
     kept = embeddings[:, : shape.dimensions]
     if shape.normalise:
-        kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
+        kept = unit_rows(kept)
     with np.errstate(over="ignore", invalid="ignore"):  # too large for float16, or NaN: the caller checks
         if shape.dtype == "int8":
             kept = np.rint(kept * (127 / np.maximum(np.abs(kept).max(axis=1, keepdims=True, initial=0), 1e-30)))
         return np.ascontiguousarray(kept, dtype=shape.dtype)
-
-
-def _batch(
-    schema: pa.Schema, rows: list[int], ids: list[str], places: list[Passage], values: NDArray[Any]
-) -> pa.RecordBatch:
-    embedding = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-    columns = [pa.array(rows, pa.int64()), *([pa.array(ids, pa.string())] if "id" in schema.names else [])]
-    if "start" in schema.names:
-        columns += [pa.array([getattr(place, name) for place in places], kind) for name, kind in PLACES]
-    return pa.RecordBatch.from_arrays([*columns, embedding], schema=schema)
 
 
 Keyed = tuple[Record, str | None]

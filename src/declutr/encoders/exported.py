@@ -21,7 +21,6 @@ from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
 from declutr.encoders.protocol import MOST_PROMPT, Window, check_vocabulary, texts_of, token_counts
 from declutr.trainer.model.behind import ModuleFiles
-from declutr.trainer.model.behind import kind_of as module_kind
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
@@ -90,7 +89,7 @@ class OnnxEncoder:
         rows = self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
         ids = [row.ids for row in rows]
         batches = batches_of([len(row) for row in ids])
-        embeddings = np.zeros((len(texts), self.size), np.float32)
+        embeddings = np.zeros((len(texts), self.size), np.float32)  # `batches_of` leaves out texts without tokens
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for batch, vectors in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
                 embeddings[batch] = vectors
@@ -131,7 +130,7 @@ def batches_of(lengths: Sequence[int]) -> list[list[int]]:
     A batch ends before it has more than `_BATCH_TOKENS` tokens, and at another length once it has half as many.
     """
     batches: list[list[int]] = []
-    for place in np.argsort(lengths, kind="stable").tolist():
+    for place in np.argsort(lengths, kind="stable").tolist():  # equal lengths have one order everywhere
         length = lengths[place]
         if not length:
             continue
@@ -196,14 +195,3 @@ class StaticEncoder:
             # a text without tokens gives 0
             means = F.embedding_bag(flat, self._table, torch.from_numpy(starts), mode="mean")
             return (F.normalize(means, dim=-1) if self._unit else means).numpy()
-
-
-def kind_of(folder: Path) -> type[OnnxEncoder] | type[StaticEncoder] | None:
-    """The class of an export; None if the folder is something else."""
-    if (folder / SETTINGS).is_file():
-        return OnnxEncoder
-    try:
-        static = module_kind(str(read_json(folder / "modules.json")[0]["type"])) == MODULE
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return StaticEncoder if static else None

@@ -1,7 +1,7 @@
 """Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
 import re
-from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,8 @@ from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
 from declutr.common.yamlfile import read_yaml_file
-from declutr.encoders import exported
+from declutr.encoders.exported import MODULE, OnnxEncoder, StaticEncoder
+from declutr.encoders.exported import SETTINGS as ONNX_SETTINGS
 from declutr.encoders.pretrained import load_pretrained, load_run
 from declutr.encoders.protocol import (
     AnyPrecision,
@@ -25,13 +26,14 @@ from declutr.encoders.protocol import (
     LongTexts,
     Pooling,
     SentenceEncoder,
-    is_adaptation,
+    is_run,
     no_encoder,
 )
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
+from declutr.encoders.words import HashedWords
+from declutr.trainer.checkpoints.checkpoint import STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
+from declutr.trainer.model.behind import kind_of
 from declutr.trainer.model.bounds import check_folder, check_tokenizer
 from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
@@ -48,8 +50,6 @@ def load_encoder(
     *,
     max_tokens: int | None = None,
     long_texts: LongTexts = "cut",
-    vocabulary: Collection[str] | None = None,
-    tokenized: bool = False,
     trust_remote_code: bool = False,
     precision: AnyPrecision = "auto",
 ) -> SentenceEncoder:
@@ -57,16 +57,13 @@ def load_encoder(
 
     Args:
         name: an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or
-            name of transformers or sentence-transformers; a file of word vectors (.vec, .txt, also .gz);
-            a folder of `declutr export`;
-            `hashed-words:SIZE`; `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and
-            `untrained@SEED:NAME` draw with another seed.
+            name of transformers or sentence-transformers; a folder of `declutr export`; `hashed-words:SIZE`;
+            `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and `untrained@SEED:NAME`
+            draw with another seed.
         pooling: None: the encoder's own, else mean.
         device: None: a GPU if there is one.
         max_tokens: maximum tokens of one input; None, or more than the encoder's limit: that limit.
         long_texts: cut longer inputs, or read them in windows.
-        vocabulary: words of a file of word vectors to hold in memory; None: all.
-        tokenized: texts for word vectors are words separated by spaces, as in SentEval's data (`WordVectors`).
         trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
         precision: of the transformer's matrix products. auto: bf16 on a GPU that has it, else fp32.
 
@@ -88,11 +85,9 @@ def load_encoder(
                 raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
             return HashedWords(int(rest), seed)
         loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
-    elif path.is_file() or name.endswith(SUFFIXES):
-        return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
-    elif (path / CHECKPOINTS).is_dir() or ((path / STATE).is_file() and not is_adaptation(path)):
+    elif is_run(path):
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)
@@ -120,7 +115,7 @@ def load_encoder(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         there = torch.device(device).type != "cuda" or torch.cuda.is_available()
-    except RuntimeError:
+    except RuntimeError:  # torch does not know the name
         there = False
     if not there:
         raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
@@ -143,7 +138,7 @@ def load_encoder(
         embedding_size=recipe.size if recipe else None,
         unused=unused,
         precision=precision,
-        chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,
+        chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,  # on a CPU tokenizing ahead would compete with it
         pretrained=start_of(path),
     )
     return CutEncoder(whole, recipe.cut) if recipe and recipe.cut and recipe.cut < whole.size else whole
@@ -173,8 +168,14 @@ def _load_exported(
     Raises:
         EncoderError: it is damaged, or an option asks for what the export has fixed.
     """
-    if (kind := exported.kind_of(path)) is None:
-        return None
+    kind: type[OnnxEncoder | StaticEncoder] = OnnxEncoder
+    if not (path / ONNX_SETTINGS).is_file():
+        try:
+            if kind_of(str(read_json(path / "modules.json")[0]["type"])) != MODULE:
+                return None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        kind = StaticEncoder
     options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
     if fixed := [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]:
         raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
@@ -189,28 +190,15 @@ def _load_exported(
 def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_code: bool) -> SentenceEncoder:
     """Load the encoder of an index, which may come from somebody else: the hub is not asked for a name in it.
 
-    Args:
-        choice: the index's choice.
-        model: the user's name of the encoder, which replaces the index's; None: the index's.
-        trust_remote_code: as for `load_encoder`.
-
-    Raises:
-        EncoderError: the encoder cannot be loaded.
-    """
-    if model:
-        return encoder_of(choice.model_copy(update={"model": model}), trust_remote_code=trust_remote_code)
-    with cache_only(f"the index that names it may come from someone else; if you trust it: --model {choice.model}"):
-        return encoder_of(choice, trust_remote_code=trust_remote_code)
-
-
-def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEncoder:
-    """Load the encoder of a job or an index.
+    `model` is the user's name of the encoder, which replaces the index's.
 
     Raises:
         EncoderError: the encoder cannot be loaded.
     """
     options = choice.model_dump(exclude={"model", "trust_remote_code"})  # a file from somebody else grants no trust
-    return load_encoder(choice.model, **options, trust_remote_code=trust_remote_code)
+    why = f"the index that names it may come from someone else; if you trust it: --model {choice.model}"
+    with nullcontext() if model else cache_only(why):
+        return load_encoder(model or choice.model, **options, trust_remote_code=trust_remote_code)
 
 
 def pack_linears(module: nn.Module) -> None:
@@ -221,6 +209,7 @@ def pack_linears(module: nn.Module) -> None:
     if not can_pack_linear():
         return
     for layer in module.modules():
+        # no subclass, whose forward may be another
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
             with torch.inference_mode():
                 packed = pack_linear(layer.weight.detach(), _PACKED_ROWS)

@@ -17,7 +17,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_problem
 from declutr.encoders.protocol import MOST_PROMPT, Pooling, missing, near
-from declutr.trainer.model.behind import Dense, ModuleFiles, modules_of, unread
+from declutr.trainer.model.behind import Dense, ModuleFiles, unread
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -45,7 +45,7 @@ _ROLES = ("query", "document", "passage", "corpus")
 """Names of prompts that sentence-transformers puts before queries or documents alone."""
 _SHOWN_CHARACTERS = 40
 _MOST_MODULES = 32
-_MOST_TOKENS = 2**24
+_MOST_NUMBER = 2**24  # of tokens or numbers of an embedding
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -67,11 +67,6 @@ class Recipe:
     prompt: str = ""
     prompts: dict[str, str] = field(default_factory=dict)
     """All prompts by name, of which none but the default one is put before texts here."""
-
-    @property
-    def input_size(self) -> int | None:
-        """Numbers that the first dense layer takes; None without one."""
-        return next((layer.in_features for layer in self.after.modules() if isinstance(layer, nn.Linear)), None)
 
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
@@ -127,17 +122,9 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
     options = files.settings("config_sentence_transformers.json") or {}
     unread(f"{name}: sentence_bert_config.json", limits, _TRANSFORMER)
     unread(f"{name}: config_sentence_transformers.json", options, _OPTIONS)
-    cut = options.get("truncate_dim")
-    if cut is not None and not (type(cut) is int and cut >= 1):
-        raise EncoderError(
-            f"{name}: config_sentence_transformers.json has truncate_dim = {str(cut)[:40]}; it must be a number from 1"
-        )
-    prompt, length = _prompt(name, options), limits.get("max_seq_length")
-    if length is not None and not (type(length) is int and 1 <= length <= _MOST_TOKENS):
-        raise EncoderError(
-            f"{name}: sentence_bert_config.json has max_seq_length = {str(length)[:40]}; it must be a number from 1 to "
-            f"{_MOST_TOKENS:,}"
-        )
+    cut = _limit(f"{name}: config_sentence_transformers.json", options, "truncate_dim")
+    length = _limit(f"{name}: sentence_bert_config.json", limits, "max_seq_length")
+    prompt = _prompt(name, options)
     pooled = files.settings(f"{modules[1][1]}/config.json")
     if pooled is None:
         raise DamagedError(f"{modules[1][1]}/config.json is missing; the folder is incomplete")
@@ -147,7 +134,7 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
     return Recipe(
         subfolder=modules[0][1],
         pooling=pooling or _pooling(name, pooled),
-        after=modules_of(steps),
+        after=nn.Sequential(*steps),
         size=layers[-1].out_features if layers else None,
         cut=cut,
         max_tokens=length,
@@ -155,6 +142,14 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
         prompt=prompt,
         prompts={key: text for key, text in (options.get("prompts") or {}).items() if isinstance(text, str)},
     )
+
+
+def _limit(where: str, settings: dict[str, Any], key: str) -> int | None:
+    """A number of settings of a file, which may lack it."""
+    value: Any = settings.get(key)
+    if value is None or (type(value) is int and 1 <= value <= _MOST_NUMBER):
+        return value
+    raise EncoderError(f"{where} has {key} = {str(value)[:40]}; it must be a number from 1 to {_MOST_NUMBER:,}")
 
 
 def _prompt(name: str, options: dict[str, Any]) -> str:
@@ -208,7 +203,7 @@ def _file(name: str, file: str) -> Path | None:
         raise EncoderError(problem)
     try:
         return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
-    except LocalEntryNotFoundError as error:
+    except LocalEntryNotFoundError as error:  # first, because it is an EntryNotFoundError too
         if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
             return None
         raise EncoderError(

@@ -35,7 +35,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
 from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.model.behind import DAMAGE, modules_of
+from declutr.trainer.model.behind import DAMAGE
 from declutr.trainer.model.bounds import (
     check_code,
     check_config,
@@ -94,17 +94,18 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         check_steps(json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {})
         if seed is None:
             if local:
-                with torch.device("meta"):
+                with torch.device("meta"):  # no memory for sizes that the weights do not have
                     planned = AutoModel.from_config(config, **_without_pooler(config), **trust)
                 in_files = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in _WEIGHTS)
                 check_size(sum(parameter.numel() for parameter in planned.parameters()), in_files)
             kinds = _without_pooler(config) | where | trust
             # Sizes that differ are reported with the other weights, by name.
             kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            # dtype, because transformers 5 would take that of the files
             model, report = AutoModel.from_pretrained(name, dtype=torch.float32, **kinds)
             unused = check_weights(name, model, report)
         else:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it was
                 torch.manual_seed(seeding.torch_seed(seed, "weights"))
                 model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
     except EncoderError:
@@ -126,9 +127,10 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         _lower_case(tokenizer)
     chosen = pooling or (recipe.pooling if recipe else "mean")
     encoder = Encoder(EncoderConfig(pretrained=name, pooling=chosen), model, seed=0).eval()
-    if recipe and recipe.input_size not in (None, encoder.hidden_size):
+    dense = [layer for layer in recipe.after.modules() if isinstance(layer, torch.nn.Linear)] if recipe else []
+    if dense and dense[0].in_features != encoder.hidden_size:
         raise EncoderError(
-            f"{name}: its first dense layer takes {recipe.input_size} numbers, and its embeddings have "
+            f"{name}: its first dense layer takes {dense[0].in_features} numbers, and its embeddings have "
             f"{encoder.hidden_size} before it; its files belong to different encoders"
         )
     try:
@@ -180,13 +182,17 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     try:
         config = TrainConfig.model_validate(read_yaml_file(settings))
         tokenizer = _tokenizer_of(path, config.places[0])
+        # both serve training alone; trust is the user's to give, not the run's
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
         encoder = _cached_encoder(config, tokenizer, path / ENCODER)
-        checkpoint.read_state(path)
+        checkpoint.read_state(path)  # compares the bytes of the weights before they are loaded
         load_parameters(path, encoder)
-        recipe = _layers_behind(config, path, encoder)
+        objective, recipe = build_objective(config.main, encoder, "drop"), None
+        if layers := objective.exported():  # those that an export contains too, such as supervised SimCSE's head
+            load_objective(path, objective)
+            recipe = Recipe("", config.encoder.pooling, torch.nn.Sequential(*layers), layers[-1].linear.out_features)
     except EncoderError:
         raise
     except Exception as error:  # the libraries raise any kind for files that they did not write
@@ -218,15 +224,6 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
         ) from error
 
 
-def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
-    """The layers of the objective that an export of this checkpoint contains, such as supervised SimCSE's head."""
-    objective = build_objective(config.main, encoder, "drop")
-    if not (layers := objective.exported()):
-        return None
-    load_objective(path, objective)
-    return Recipe("", config.encoder.pooling, modules_of(layers), layers[-1].linear.out_features)
-
-
 def _tokenizer_of(path: Path, data: str) -> Any:
     """Load the tokenizer of a checkpoint: the run's copy, else that of its shards in a folder.
 
@@ -250,7 +247,7 @@ def _tokenizer_of(path: Path, data: str) -> Any:
         )
     check_folder(folder)
     check_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None would ask at a terminal
 
 
 def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
@@ -305,6 +302,7 @@ def broken_file(folder: Path) -> str:
             elif path.suffix == ".bin":
                 with path.open("rb") as stream:
                     start = stream.read(2)
+                # torch.save writes a zip; earlier files are pickles, which nothing here opens
                 if start in (b"", b"PK") and not zipfile.is_zipfile(path):
                     return f"{path} is damaged or half downloaded (its end is missing)"
             else:

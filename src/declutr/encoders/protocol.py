@@ -1,6 +1,7 @@
 """Interface of every sentence encoder, its cuts to smaller sizes, and the settings by which one is chosen; no torch."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -48,12 +49,6 @@ class Window:
     """Its tokenizer, which cuts nothing."""
     tokens: int
     """Most tokens of a text, without special ones and those of a prompt."""
-
-
-def window_of(encoder: SentenceEncoder) -> Window | None:
-    """The window of an encoder; None if it has no tokenizer: words alone."""
-    window: Window | None = getattr(getattr(encoder, "whole", encoder), "window", None)
-    return window
 
 
 def encode_counted(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -110,7 +105,7 @@ def vectors_fingerprint(encoder: SentenceEncoder) -> str:
 
 def precision_of(encoder: SentenceEncoder) -> Precision:
     """Precision of the encoder's matrix products."""
-    precision: Precision = getattr(encoder, "precision", "fp32")  # word vectors and exports have none
+    precision: Precision = getattr(encoder, "precision", "fp32")  # hashed words and exports have none
     return precision
 
 
@@ -132,25 +127,26 @@ def near(name: str) -> str:
 _ENCODER_FILES = "config.json", "modules.json", "declutr_onnx.json"
 
 
-def _is_module(folder: Path, above: Path) -> bool:
-    """True if modules.json above the folder lists it, and not as the transformer, which is an encoder alone."""
-    try:
-        modules = {str(module["path"]): str(module["type"]) for module in read_json(above / "modules.json")}
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    return folder.name in modules and not modules[folder.name].endswith(".Transformer")
-
-
 def is_adaptation(folder: Path) -> bool:
     """Whether it is the output of `declutr adapt`, which has a state.json as a checkpoint has."""
     return (folder / "state.json").is_file() and any((folder / name).is_dir() for name in ("candidates", "data"))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run, or a checkpoint of one."""
+    return (folder / "checkpoints").is_dir() or ((folder / "state.json").is_file() and not is_adaptation(folder))
+
+
 def no_encoder(folder: Path) -> str | None:
-    """The problem of an existing folder without the files of an encoder; None if it has one of them."""
+    """The problem of a file, or of a folder without the files of an encoder; None if it has one of them."""
+    if folder.is_file():
+        return f"{folder} is a file; name a folder (for word vectors that of a StaticEmbedding), or a name at the hub"
     above = folder.absolute().parent
-    if (folder / "config.json").is_file() and (above / "modules.json").is_file() and _is_module(folder, above):
-        return f"{folder} is one module of an encoder; name the folder above it: {above}"
+    if (folder / "config.json").is_file():
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no modules.json of an encoder is above it
+            modules = {str(module["path"]): str(module["type"]) for module in read_json(above / "modules.json")}
+            if not modules[folder.name].endswith(".Transformer"):  # which is an encoder alone
+                return f"{folder} is one module of an encoder; name the folder above it: {above}"
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
     if is_adaptation(folder):
@@ -161,14 +157,16 @@ def no_encoder(folder: Path) -> str | None:
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 
 
-def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
-    """Compares a tokenizer with the table of embeddings that its ids are looked up in.
+def unloadable(name: str) -> str | None:
+    """The problem of an encoder's name that needs no torch to be seen; None if it may be loaded."""
+    place = expand(name)
+    if is_run(place) or (place / "export").is_dir():
+        return None
+    return missing(name) or no_encoder(place)
 
-    Args:
-        name: of the encoder.
-        vocabulary: ids by token, added ones included.
-        rows: of the table.
-        special: added tokens and those that stand for no text.
+
+def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
+    """Compares ids by token, those of special ones included, with the rows of the table that they are looked up in.
 
     Raises:
         EncoderError: an id is beyond the table, or there are special tokens alone.
@@ -218,6 +216,7 @@ class CutEncoder:
 
     def __post_init__(self) -> None:
         self.name = f"{self.whole.name} [{self.size}]"
+        # of the vectors, because a cut has no precision of its own that `vectors_fingerprint` could add
         self.fingerprint = hash_json([vectors_fingerprint(self.whole), self.size])
         self.pretrained = getattr(self.whole, "pretrained", "")
 
@@ -235,6 +234,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if text.strip() == "none":
         return ()
     words = [word.strip() for word in text.split(",")]
+    # isascii, because other scripts have digits too
     if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and int(word))]:
         raise EncoderError(f"--sizes {text}: {', '.join(map(repr, wrong))} must be whole numbers from 1, or `none`")
     sizes = sorted(map(int, words))
@@ -246,9 +246,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
     """The smaller sizes at which an encoder is scored, ascending.
 
-    Args:
-        encoder: the encoder.
-        sizes: the user's sizes; None: those that `matryoshka_dimensions` of its config.json declares, if any.
+    `sizes` are the user's; None: those that `matryoshka_dimensions` of its config.json declares, if any.
 
     Raises:
         EncoderError: an embedding is not larger than a wanted size, or the declaration is no list of sizes.
@@ -264,6 +262,7 @@ def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[i
     declared: Any = getattr(getattr(model, "config", None), "matryoshka_dimensions", None)
     if declared is None:
         return ()
+    # type(), because True is an int
     if not isinstance(declared, list) or not all(type(size) is int and 1 <= size <= encoder.size for size in declared):
         raise EncoderError(
             f"{encoder.name}: its config.json has matryoshka_dimensions = {str(declared)[:60]}; they must be whole "

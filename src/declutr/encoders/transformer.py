@@ -19,7 +19,7 @@ from declutr.common.storage import hash_json, read_json, write_json
 from declutr.encoders.protocol import LongTexts, Precision, Window, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
+from declutr.trainer.model.behind import Dense, Normalize, Step, write_steps
 from declutr.trainer.model.encoder import Encoder
 
 _CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache
@@ -76,7 +76,7 @@ class TransformerEncoder:
         for module in (self.encoder, self.after):
             for key, value in sorted(module.state_dict().items()):
                 digest.update(key.encode() + str(value.dtype).encode())
-                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())  # NumPy has no bfloat16
         volatile = ("transformers_version", "dtype", "architectures")  # differ by version, not by embedding
         model = self.encoder.model.config.to_dict()
         settings = {
@@ -101,17 +101,14 @@ class TransformerEncoder:
         engine.enable_truncation(self.max_tokens, direction=self.tokenizer.truncation_side)
         return engine
 
-    def encode(self, texts: Sequence[str], batch_tokens: int | None = None) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; an empty text consists of its special tokens.
 
         A text without any token, which needs a tokenizer without special tokens around a text, has the embedding 0.
-        A forward pass has at most `batch_tokens` tokens; None: 2,048 on a CPU, 65,536 on a GPU.
         """
-        return self.encode_counted(texts, batch_tokens)[0]
+        return self.encode_counted(texts)[0]
 
-    def encode_counted(
-        self, texts: Sequence[str], batch_tokens: int | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def encode_counted(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Embeddings as of `encode`, and `(len(texts), 2)` tokens of each text and those of them that were read.
 
         Special tokens are not counted; those of a prompt are.
@@ -127,7 +124,7 @@ class TransformerEncoder:
                 rows = following.result()
                 if number < len(chunks):
                     following = pool.submit(self._tokenized, chunks[number])
-                parts.append(self._of_rows(rows, batch_tokens))
+                parts.append(self._of_rows(rows))
                 counts += token_counts(rows, self._engine)
         tokens = np.array(counts, np.int64)
         if self.long_texts == "windows":
@@ -154,23 +151,23 @@ class TransformerEncoder:
     def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
         return self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
 
-    def _of_rows(self, rows: list[Encoding], batch_tokens: int | None) -> NDArray[np.float32]:
+    def _of_rows(self, rows: list[Encoding]) -> NDArray[np.float32]:
         """Embeddings of tokenized texts, `(len(rows), size)`."""
         if self.long_texts == "cut" or not any(row.overflowing for row in rows):
-            return self.embed_ids([row.ids for row in rows], batch_tokens)
+            return self.embed_ids([row.ids for row in rows])
         windows = [[row, *row.overflowing] for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(group) for group in windows])
         flat = [window for group in windows for window in group]
         weights = np.array([len(window.ids) - sum(window.special_tokens_mask) for window in flat], np.float64)
         weights = np.maximum(weights, np.bincount(owners)[owners] == 1)  # an empty text has one window without tokens
         totals = np.zeros((len(rows), self.size), np.float64)
-        np.add.at(totals, owners, self.embed_ids([row.ids for row in flat], batch_tokens) * weights[:, None])
+        np.add.at(totals, owners, self.embed_ids([row.ids for row in flat]) * weights[:, None])
         means = totals / np.bincount(owners, weights)[:, None]
         if len(self.after) and isinstance(self.after[-1], Normalize):
             means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
         return means.astype(np.float32)
 
-    def embed_ids(self, rows: list[list[int]], batch_tokens: int | None = None) -> NDArray[np.float32]:
+    def embed_ids(self, rows: list[list[int]]) -> NDArray[np.float32]:
         """Embeddings `(len(rows), size)` of rows of token ids, special ones included; 0 for a row without tokens."""
         if not rows:
             return np.empty((0, self.size), np.float32)
@@ -178,15 +175,15 @@ class TransformerEncoder:
             embeddings = np.zeros((len(rows), self.size), np.float32)
             filled = [place for place, row in enumerate(rows) if row]
             if filled:
-                embeddings[filled] = self.embed_ids([rows[place] for place in filled], batch_tokens)
+                embeddings[filled] = self.embed_ids([rows[place] for place in filled])
             return embeddings
         device = self.device
-        budget = batch_tokens or (_CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS)
+        budget = _CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")  # inputs of one length share one attention call
         flat = torch.from_numpy(np.concatenate([np.array(rows[place], np.int64) for place in order]))
         ordered = torch.from_numpy(lengths[order])
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64)  # no token is to be predicted
         pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
 
         def embed(piece: SpanBatch) -> torch.Tensor:
@@ -245,4 +242,4 @@ def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder:
             options["prompts"] = {**encoder.prompts, "default": encoder.prompt}
             options["default_prompt_name"] = "default"
         write_json(folder / "config_sentence_transformers.json", options)
-    write_steps(folder, [*steps_of(encoder.after), *more])
+    write_steps(folder, [*encoder.after, *more])

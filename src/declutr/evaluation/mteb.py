@@ -15,8 +15,6 @@ from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
 from declutr.encoders.protocol import SentenceEncoder
 
-SCORES = "mteb.json"
-
 
 class MtebEncoder:
     """Adapter from an encoder of this project to MTEB's interface; similarity is the cosine."""
@@ -24,6 +22,7 @@ class MtebEncoder:
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder
         name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]  # MTEB makes a folder of it
+        # MTEB finds earlier results by name and revision
         metadata = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
         self.mteb_model_meta = ModelMeta.create_empty(metadata | {"similarity_fn_name": ScoringFunction.COSINE})
 
@@ -77,4 +76,4 @@ def score_mteb(
 
 def write_mteb(scores: dict[str, dict[str, float]], output: Path) -> None:
     """Write `mteb.json`: main scores in percent by encoder and task."""
-    write_json(output / SCORES, {"mteb": mteb.__version__, "encoders": scores})
+    write_json(output / "mteb.json", {"mteb": mteb.__version__, "encoders": scores})

@@ -6,7 +6,7 @@ Rows of documents, sentences, pairs, triples, images and clips as lines of text.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
-from declutr.pipeline.job.outcome import lost_hint, unknown_hint
+from declutr.pipeline.job.outcome import in_words, summary, unknown_hint
 from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.lookup import entries_at, find_entries
-from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
@@ -38,7 +38,12 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
     kind, media = shards.manifest.content.kind, shards.manifest.tokenizer is None
     decode = None if media else decoder(shards.folder)
     for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
-        size = _size(row) if media else f"{row['num_tokens']:,} tokens"
+        if not media:
+            size = f"{row['num_tokens']:,} tokens"
+        elif "image" in row:
+            size = f"{row['width']} x {row['height']} pixels, {len(row['image']):,} bytes of PNG"
+        else:
+            size = f"{row['num_frames']:,} frames"
         yield f"- row {number} ({row['id'].hex()}, {row['source']}): {size}"
         if decode is None:
             yield f"    label {shorten(repr(row['label']), _SHOWN_OF_LABEL)}"
@@ -53,14 +58,6 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
             yield f"    {name:13s} {end - start:4d} tokens  {text}"
 
 
-def _size(row: Mapping[str, object]) -> str:
-    """Size of an image, or length of a clip."""
-    image = row.get("image")
-    if isinstance(image, bytes):
-        return f"{row['width']} x {row['height']} pixels, {len(image):,} bytes of PNG"
-    return f"{row['num_frames']:,} frames"
-
-
 def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
     """A function that returns the text of tokens of these shards, special tokens included.
 
@@ -70,7 +67,7 @@ def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
     if not file.is_file():  # a tokenizer that is only implemented in Python
         from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+        slow = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)  # None would ask at a terminal
         return lambda ids: str(slow.decode(ids)).strip()
     from tokenizers import Tokenizer  # transformers takes longer to load than a look at shards
 
@@ -142,7 +139,10 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
     if (path / MANIFEST).is_file():
         yield from _shards(path, num_documents)
     elif (path / "state.json").is_file():
-        yield from _checkpoint(path)
+        state = checkpoint.read_state(path)
+        yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
+        yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
+        yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
     elif (path / SETTINGS).is_file():
         try:
             settings = read_settings(path)
@@ -156,22 +156,16 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
 
 def _shards(path: Path, num_documents: int) -> Iterator[str]:
     manifest = load_manifest(path)
-    totals = manifest.totals
-    yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
-    yield f"  {totals['read']:,} {manifest.noun} read = {totals['kept']:,} kept + {totals['dropped']:,} dropped + " + (
-        f"{totals['failed']:,} failed"
-    )
-    for kind, reasons in (("dropped", manifest.dropped), ("failed", manifest.failed)):
-        for reason, number in reasons.items():
-            yield f"  {kind}: {number:,} {reason}"
-    for failure in manifest.failures[:5]:
-        yield f"    {failure}"
-    yield from (f"  {hint}" for hint in (lost_hint(manifest), unknown_hint(manifest)) if hint)
-    yield f"  {totals['kept_train']:,} for training, {totals['kept_held_out']:,} held out"
-    longest = f"{totals['longest_tokens']:,} in the longest {manifest.noun.removesuffix('s')}"
-    yield f"  {totals['num_tokens']:,} {size_noun(manifest.content.kind)} kept, {longest}"
-    geometry, tokenizer, kind = manifest.geometry, manifest.tokenizer, manifest.content.kind
-    yield f"  {_room(geometry, manifest.short_documents) if kind == 'documents' else _texts(manifest)}"
+    kind, tokenizer = manifest.content.kind, manifest.tokenizer
+    yield f"Shards, rows of {kind}, schema version {manifest.schema_version}: {summary(manifest, str(path))}"
+    if manifest.failed:  # the line above has them in one list with what was dropped
+        yield f"  {manifest.totals['failed']:,} failed: {in_words(manifest.failed)}"
+    yield from (f"    {failure}" for failure in manifest.failures[:5])
+    if hint := unknown_hint(manifest):
+        yield f"  {hint}"
+    longest = f"{manifest.totals['longest_tokens']:,} {size_noun(kind)}"
+    room = _room(manifest.geometry, manifest.short_documents) if kind == "documents" else ""
+    yield f"  {longest} in the longest {manifest.noun.removesuffix('s')}{room}"
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
         yield f"  tokenizer: {made_by}"
@@ -185,28 +179,12 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     yield from row_lines(shards, rows)
 
 
-def _texts(manifest: Manifest) -> str:
-    """Describe rows of short texts, images or clips."""
-    if manifest.tokenizer is None:
-        notes = ", ".join(f"{number:,} {note}" for note, number in manifest.notes.items())
-        return f"rows of {manifest.content.kind}, {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
-    hypotheses = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
-    return f"rows of {manifest.content.kind}" + (f", hypotheses: {hypotheses}" if hypotheses else "")
-
-
 def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
     """Describe the windows and anchors of the documents."""
     shorter = f", {geometry.min_tokens} or more in short documents" if short_documents == "shrink_spans" else ""
     where = {"fewer_anchors": "a document, fewer in short ones", "shrink_spans": "each"}
     anchors = f"room for {geometry.num_anchors} anchors in {where.get(short_documents, 'every document')}"
-    return f"windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
-
-
-def _checkpoint(path: Path) -> Iterator[str]:
-    state = checkpoint.read_state(path)
-    yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"
-    yield f"  configuration {state.config_hash[:16]}, data {state.data_hash[:16]}; checksums of all files verified"
-    yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
+    return f"; windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
 
 
 @dataclass(frozen=True)
@@ -243,14 +221,11 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     if not folder.is_dir():
         raise UsageError(f"{run}: is no run; only a run has checkpoints to list")
     config = stored_config(run)
-    now = time.time()
-    score = config.validation.score
-    steps = checkpoint.steps_in(folder)
-    seen = [_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps]
+    now, steps = time.time(), checkpoint.steps_in(folder)
+    seen = (_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps)
     rows = [row for row in seen if row is not None]
-    why = kept(
-        {row.step: row.scores.get(score) for row in rows if row.broken is None}, config.checkpoint
-    )  # by its own rules
+    scores = {row.step: row.scores.get(config.validation.score) for row in rows if row.broken is None}
+    why = kept(scores, config.checkpoint)  # by its own rules
     return [replace(row, kept=why.get(row.step, [])) for row in rows]
 
 

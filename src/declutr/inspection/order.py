@@ -5,19 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from declutr.common.config import apply_overrides, first_problem, load_config
-from declutr.common.errors import ConfigError, ShardError, UsageError
-from declutr.common.paths import expand
+from declutr.common.errors import ConfigError, UsageError
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.shards.lookup import find_entries
-from declutr.pipeline.shards.manifest import SPLITS, Manifest
+from declutr.pipeline.shards.manifest import SPLITS
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.driver.checks import kind_problem
+from declutr.trainer.driver.checks import data_problems, share_problems
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
 from declutr.trainer.model.config import EncoderConfig
-from declutr.trainer.run import run_folder, training_split, with_geometry
+from declutr.trainer.run import RunPlan
 
 _MOST_READS = 10**7  # positions of a row are listed in memory, and `steps=N` may be anything
 
@@ -113,61 +112,46 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     Raises:
         ConfigError: settings that cannot be used.
         UsageError: no run, or shards that are missing or do not fit it.
+        ShardError: shards that are damaged.
     """
     config = (
         stored_config(path, overrides) if path.is_dir() else load_config(str(path), "train", TrainConfig, overrides)
     )
-    settings = config.tasks()
-    remedy = {name: f"add {task.prefix}data={replacement(task)}" for name, task in settings.items()}
-    problems = [
-        f"{key} = {place} is an address, which is not opened: declutr copy {place} FOLDER, then {remedy[name]}"
-        for name, task in settings.items()
+    if path.is_dir():
+        config = config.model_copy(update={"run": str(path)})  # the folder may have moved
+    # What a validation reads decides no order, and may have gone.
+    unread = config.validation.model_copy(update={"data": None, "stsb": None, "sickr": None})
+    config = config.model_copy(update={"validation": unread})
+    places = {
+        key: (place, f"add {task.prefix}data={replacement(task)}")
+        for task in config.tasks().values()
         for key, place in task.keyed_places.items()
+    }
+    if problems := [
+        f"{key} = {place} is an address, which is not opened: declutr copy {place} FOLDER, then {remedy}"
+        for key, (place, remedy) in places.items()
         if is_remote(place)  # a question about a run must not fetch a corpus
+    ]:
+        raise UsageError("\n".join(problems))
+    plan = RunPlan.of(config)
+    problems = [
+        f"{line}; start in the folder in which the run was started, or {places[key][1]}"
+        for key, line in plan.unreadable.items()
     ]
-    shards = dict[str, ShardSet]()
-    for name, task in settings.items():
-        try:
-            if not any(map(is_remote, task.places)):
-                shards[name] = training_split(task, [expand(place) for place in task.places])
-        except (ShardError, UsageError, OSError) as error:
-            problems.append(
-                f"{task.prefix}data = {' and '.join(task.places)}: {error}; start in the folder in which the run was "
-                f"started, or {remedy[name]}"
-            )
+    problems += [
+        f"{task.prefix}{problem}; or add {task.prefix}data={replacement(task)}"
+        for name, task in plan.tasks.items()
+        for problem in (data_problems(task, plan.corpora[name]) if name in plan.corpora else ())
+    ]
+    problems = problems or share_problems(plan)
     if problems:
         raise UsageError("\n".join(problems))
-    folder = path if path.is_dir() else run_folder(config.run, config.cache)  # of an address, the copy of this host
-    config = with_geometry(config, folder, {name: shard_set.manifest for name, shard_set in shards.items()})
     tasks = {
-        name: TaskOrder(task, shards[name], task.plan(shards[name].sizes), config.encoder)
-        for name, task in config.tasks().items()
+        name: TaskOrder(task, plan.training_shards[name], plan.orders[name], config.encoder)
+        for name, task in plan.tasks.items()
     }
-    wrong = [
-        f"{order.settings.prefix}{problem}; or {remedy[name]}"
-        for name, order in tasks.items()
-        for problem in _misfits(order.settings, order.shards.manifest)
-    ]
-    wrong += [
-        f"batch_documents = {order.settings.batch_documents}: the training split of {key} = {place} has {size:,} "
-        f"documents, which is no run's data; {remedy[name]}"
-        for name, order in tasks.items()
-        for (key, place), size, needed in zip(
-            order.settings.keyed_places.items(), order.shards.sizes, order.plan.most_in_batch(), strict=True
-        )
-        if needed > size
-    ]
-    if wrong:
-        raise UsageError("\n".join(wrong))
-    newest = read_last_step(folder / METRICS)
-    return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
-
-
-def _misfits(task: TaskSettings, manifest: Manifest) -> list[str]:
-    """Reasons why a task cannot have read these shards."""
-    if other_kind := kind_problem(task, manifest):
-        return [other_kind]
-    return task.objective.problems(task.context(manifest.short_documents), manifest)
+    newest = read_last_step(plan.folder / METRICS)
+    return RunOrder(plan.folder, tasks, plan.total_steps, newest["step"] if newest else 0)
 
 
 def replacement(task: TaskSettings) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand
+from declutr.common.hub import cache_only
 from declutr.inspection.order import RunOrder, TaskOrder, entries, replacement
 from declutr.trainer.build import load_tokenizer
 from declutr.trainer.checkpoints.state import EXPORT
@@ -26,13 +26,13 @@ from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
-from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
+from declutr.trainer.model.language_model import load_shapes, max_span_tokens
 from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.objectives.declutr.spans import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 
 _NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())  # of images and clips
-_ANY_LENGTH = 2**30
+_ANY_LENGTH = 2**30  # of clips, and where the objective sets the limit
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ class StepReader:
             origin = self.task.shards.take(row)  # workers get no source
             table = fetched(self.task.shards, row, in_epoch, getattr(self.collator, "fetch", None))  # or mixed
             batch = self.collator.collate(table, in_epoch)
-            fields = (origin[name][0].as_py() for name in ("id", "source", "offset"))
-            identity, source, offset = fields
+            identity, source, offset = (origin[name][0].as_py() for name in ("id", "source", "offset"))
             roles = self._roles(table, in_epoch)
             yield ReadRow(position, epoch, number, identity.hex(), source, offset, batch, roles)
 
@@ -118,8 +117,8 @@ class StepReader:
         spans = self.collator.sample(table, epochs)
         anchors, positives = spans.anchors[spans.present].tolist(), spans.positives[spans.present].tolist()
         roles = [f"anchor [{start}, {end})" for start, end in anchors]
-        roles += [f"{role}, unmasked" for role in roles] * self.collator.unmasked_anchors
-        if self.collator.include_positives:
+        roles += [f"{role}, unmasked" for role in roles] * self.collator.config.unmasked_anchors
+        if self.collator.config.embeds:
             roles += [f"positive [{start}, {end})" for of_anchor in positives for start, end in of_anchor]
         return roles
 
@@ -130,21 +129,15 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
     Raises:
         UsageError: no local file has them.
     """
-    from transformers import AutoConfig, AutoModelForMaskedLM
-
-    local = run / EXPORT if (run / EXPORT / "config.json").is_file() else None  # it has the positions of the run
-    if local is None and encoder.pretrained is not None and expand(encoder.pretrained).is_dir():
-        local = expand(encoder.pretrained)
+    place = encoder.pretrained
+    if (run / EXPORT / "config.json").is_file():  # it has the positions of the run
+        place = str(run / EXPORT)
+    # the run may come from someone else, and grants no trust
+    settings = encoder.model_copy(update={"pretrained": place, "trust_remote_code": False})
     try:
-        if local is None and encoder.pretrained is not None:  # from the hub: only what was downloaded before
-            hf = AutoConfig.from_pretrained(encoder.pretrained, local_files_only=True, trust_remote_code=False)
-        else:
-            update = {"pretrained": None if local is None else str(local), "trust_remote_code": False}
-            hf = load_hf_config(
-                encoder.model_copy(update=update), len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
-            )
-        with torch.device("meta"):
-            return max_span_tokens(AutoModelForMaskedLM.from_config(hf, trust_remote_code=False))
+        with cache_only("only what was downloaded before is read"):
+            return max_span_tokens(load_shapes(settings, tokenizer))
+    # what transformers raises for files that it did not write
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(

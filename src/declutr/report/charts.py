@@ -21,23 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from declutr.report.page import Role
+from declutr.report.page import STYLE, Role
 
 F64 = NDArray[np.float64]
-COLOURS = {
-    "kept": "#1f6fa8",
-    "short": "#d98a1f",
-    "dropped": "#8a6bb8",
-    "failed": "#c53a3a",
-    "s4": "#2f7d55",
-    "s5": "#a05a2c",
-    "s6": "#a03a78",
-    "s7": "#5b6470",
-    "ink": "#1f2328",
-    "muted": "#57606a",
-    "line": "#d7dde3",
-    "ground": "#ffffff",
-}
+COLOURS = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", STYLE.partition("@media")[0]))
 """Colours of the light scheme of style.css, by the name of its variable."""
 RUNS = ("kept", "short", "dropped", "failed", "s4", "s5", "s6", "s7")
 """Colours of the runs of a page."""
@@ -168,8 +155,8 @@ def draw_intervals(name: str, title: str, rows: Sequence[tuple[str, float, tuple
         if interval:
             axes.plot(interval, [place, place], color=COLOURS["kept"], linewidth=1.6)
         axes.plot([difference], [place], color=COLOURS["kept"], marker="o", markersize=6)
-    axes.set_yticks(range(len(rows)), [row[0] for row in rows], parse_math=False)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows], parse_math=False)  # a name may be $x$
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # downwards: the first row on top
     axes.yaxis.grid(visible=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     axes.set_xlabel("points")
@@ -227,7 +214,7 @@ def _svg(figure: Figure, name: str) -> Markup:
             element.set("d", " ".join(element.attrib["d"].split()))
     # matplotlib's own style element, which the policy forbids, says the same
     root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt", "aria-hidden": "true"}
-    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("", _SVG)  # HTML knows no prefix such as ns0
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     return Markup(ElementTree.tostring(root, encoding="unicode"))  # matplotlib escaped every text
 

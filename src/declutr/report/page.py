@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Role = Literal["kept", "short", "dropped", "failed"]
 """Kind of rows that a bar counts; decides its colour."""
+STYLE = (files(__package__) / "style.css").read_text(encoding="utf-8")
+"""The only style that the policy of a page permits."""
 REPORT = "report"
 """Default folder of a page, inside the folder that it describes."""
 
@@ -49,12 +51,11 @@ def write_page(path: Path, template: str, title: str, pictures: bool = False, **
     """
     from markupsafe import Markup
 
-    style = (files(__package__) / "style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # the policy permits this style alone
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()  # the policy permits this style alone
     images = "img-src data:; " if pictures else ""
     policy = f"default-src 'none'; {images}style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     page = _environment().get_template(template)
-    write_text(path, page.render(title=title, policy=policy, style=Markup(style), **values))
+    write_text(path, page.render(title=title, policy=policy, style=Markup(STYLE), **values))
 
 
 def shown(value: Any) -> Any:
@@ -97,10 +98,9 @@ def _environment() -> "Environment":
 
 def write_scores_page(evaluated: Sequence["Evaluated"], path: Path) -> None:
     """Writes the page of encoders' scores beside published ones."""
-    from declutr.evaluation.blocks import literature
-    from declutr.evaluation.tables import remarks, tables
+    from declutr.evaluation.tables import compare, literature, remarks
     from declutr.evaluation.tables import shown as cell
 
     published = literature()
-    blocks, lines = tables(evaluated, published), remarks(evaluated, published)
+    blocks, lines = compare(evaluated, published), remarks(evaluated, published)
     write_page(path, "scores.html", "SentEval: sentence encoders compared", blocks=blocks, remarks=lines, cell=cell)

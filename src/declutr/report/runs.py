@@ -334,5 +334,6 @@ def _settings(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
     """Settings that differ between the runs, a value for each; of a single run all."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     if len(runs) > 1:
+        # `run` always differs; repr, because a list cannot be in a set
         keys = {key: None for key in keys if key != "run" and len({repr(run.settings.get(key)) for run in runs}) > 1}
     return {key: [str(run.settings.get(key, "–")) for run in runs] for key in keys}

@@ -105,6 +105,7 @@ class Lengths(Counter[int]):
 
     def quantile(self, part: float) -> int:
         """Smallest length that at least this share of the texts does not exceed."""
+        # NumPy takes weights with this method alone
         return int(np.quantile([*self], part, weights=[*self.values()], method="inverted_cdf"))
 
 
@@ -139,7 +140,11 @@ class Survey:
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int) -> None:
         """Adds rows of a unit's ledger, from ordinal `start` on."""
-        self._count(batch)
+        columns = tally_columns(batch)
+        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")  # ARCHIVE!MEMBER
+        self.sources.add(top, columns)
+        self.statuses.add(batch.column("status"), columns)
+        self.languages.add(batch.column("language"), columns)
         self._match(batch)
         statuses = batch.column("status").dictionary_encode()
         codes = statuses.indices.to_numpy()
@@ -149,13 +154,6 @@ class Survey:
             self.lengths[name].add(sizes[measured & (codes == code)])
             if name not in SPLITS:
                 self._draw(name, unit, start + np.flatnonzero(codes == code))
-
-    def _count(self, batch: pa.RecordBatch) -> None:
-        columns = tally_columns(batch)
-        top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")  # ARCHIVE!MEMBER
-        self.sources.add(top, columns)
-        self.statuses.add(batch.column("status"), columns)
-        self.languages.add(batch.column("language"), columns)
 
     def _match(self, batch: pa.RecordBatch) -> None:
         """Counts kept and contaminated documents that hold text of evaluation sets."""
@@ -222,7 +220,7 @@ def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
         for first in range(0, shards.num_documents, _ROWS):
             rows = shards.take(np.arange(first, min(first + _ROWS, shards.num_documents)))
             (starts, offsets), (labels, _) = ragged(rows.column("starts")), ragged(rows.column("labels"))
-            ends = np.append(starts[1:], 0)
+            ends = np.append(starts[1:], 0)  # wrong for the last text of each row, until the next line
             ends[offsets[1:] - 1] = rows.column("num_tokens").to_numpy()
             for label in np.unique(labels).tolist():
                 role = first_role if label < 0 else LABELS[label]

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not 1 <= options.layers <= len(model.encoder.layer):
             parser.error(f"{options.layers} layers: {options.source} has {len(model.encoder.layer)}")
         model.encoder.layer = model.encoder.layer[: options.layers]
-        model.config.num_hidden_layers = options.layers
+        model.config.num_hidden_layers = options.layers  # or a load would draw the layers that are gone
         with atomic_folder(options.target) as aside:
             model.save_pretrained(aside)
             AutoTokenizer.from_pretrained(options.source).save_pretrained(aside)

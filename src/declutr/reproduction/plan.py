@@ -151,8 +151,8 @@ class ItemPlan:
         """True if not all cells, seeds and columns of the scale are here."""
         self.results = "results-part" if self.partial else "results"
         """Name of the files with the results, without its end. A part does not replace the results of the whole."""
-        presets = {"official": ClassifierConfig.official, "prototyping": ClassifierConfig.prototyping}
-        self.classifier = presets[self.settings.preset]()
+        official = self.settings.preset == "official"
+        self.classifier = ClassifierConfig() if official else ClassifierConfig.prototyping()
 
     def _planned(self, labels: Mapping[str, str], source: Prepared | KnownEncoder, seed: int) -> PlannedRun:
         run = PlannedRun(labels, seed, self.folder)
@@ -167,6 +167,7 @@ class ItemPlan:
         """The settings of a source with its own ones and the words of the command."""
         keys = self._keys if words else []  # the start and shards keep their own values
         exclusive = [*model.alternatives] if {*model.alternatives} & {*keys} else []  # epochs replace steps
+        # the dot ends a key; a section that is given replaces what the item has of it
         replaced = tuple(f"{key}." for key in (*keys, *exclusive))
         values = {key: value for key, value in source.settings.items() if not f"{key}.".startswith(replaced)} | own
         overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
@@ -278,13 +279,13 @@ def _shards_content(place: str) -> str:
     return data_hash(load_manifest(expand(place)))[:16]
 
 
-def _record_of(config: TrainConfig) -> Path:
-    return Path(f"{config.run}.made_from.json")
+def _record_of(run: str) -> Path:
+    return Path(f"{run}.made_from.json")
 
 
 def write_record(config: TrainConfig) -> None:
     """Writes what `made_from` returns to a file beside the run's folder, before the run is trained."""
-    write_json(_record_of(config), made_from(config))
+    write_json(_record_of(config.run), made_from(config))
 
 
 def run_ready(config: TrainConfig) -> bool:
@@ -294,8 +295,8 @@ def run_ready(config: TrainConfig) -> bool:
         UsageError: its folder has a run of other settings or data.
     """
     run, now = Path(config.run), made_from(config)
-    if _record_of(config).is_file():
-        before = read_json(_record_of(config))
+    if _record_of(config.run).is_file():
+        before = read_json(_record_of(config.run))
         absent = [key for key, value in now.items() if _ABSENT in (value if isinstance(value, list) else [value])]
         if changed := changes(before, now | {key: before[key] for key in absent if key in before}):
             raise UsageError(
@@ -303,7 +304,7 @@ def run_ready(config: TrainConfig) -> bool:
                 "--work"
             )
     elif steps_in(run / CHECKPOINTS) or (run / SUMMARY).is_file():
-        raise UsageError(f"{run}: has a run, and no {_record_of(config).name} beside it; name another --work")
+        raise UsageError(f"{run}: has a run, and no {_record_of(config.run).name} beside it; name another --work")
     return (run / SUMMARY).is_file()  # written behind the last step and the export
 
 

@@ -74,7 +74,7 @@ def _commit() -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has none
     hardware: dict[str, Any] = {
         "cpu": _processor(),
         "cores": usable,

@@ -18,7 +18,7 @@ from declutr.reproduction.plan import ItemPlan, PlannedRun, identity, run_ready,
 from declutr.reproduction.provenance import lasting_facts
 from declutr.reproduction.table import Scorer, say, write_results
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.train import run_training
 
 _FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError)
 """Ends of a run that stop no other one, such as a loss that is not finite."""
@@ -51,6 +51,7 @@ def plan_lines(plan: ItemPlan) -> list[str]:
         lines.append(f"  start      {'ready' if run_ready(plan.start) else f'trained in {plan.start.steps} steps'}")
     width = max(map(len, cells))
     lines += [f"  {cell:<{width}}  {_work(run)}" for cell, run in cells.items()]
+    # of trainings, because an encoder that is only scored takes far less
     seconds = [record["seconds"] for run, record in done if run.config] or [record["seconds"] for _, record in done]
     hours = median(seconds) / 3600 if seconds else plan.settings.hours
     left = len(plan.runs) - len(done)

@@ -68,8 +68,9 @@ class Scorer:
             reasons = "; ".join(f"{task.task.label}: {task.reason}" for task in unusable)
             remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
             raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
+        # STS12-16 alone name no protocol, and a choice needs one
         protocols = tuple(sorted({name for pair in scored if (name := _protocol(*pair))})) or ("senteval",)
-        self._choice = ScoringChoice(tasks=tasks, protocols=protocols, classifier=plan.classifier, geometry=False)
+        self._choice = ScoringChoice(protocols=protocols, classifier=plan.classifier, geometry=False)  # in no column
         self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
         """Tasks whose data are not the published ones, with their standing."""
         files = {task.task.name: [task.standing, dict(task.data.files)] for task in self._tasks if task.data}
@@ -110,7 +111,7 @@ class Scorer:
             name = str(last[0])
         configs = [other.config for other in self._plan.runs if other.config]
         local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
-        model = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
+        model = load_encoder(name, pooling, device="cpu" if local else None)
         columns = [column for column in self._plan.columns.values() if column.checkpoint == checkpoint]
         tasks = [task for task in self._tasks if any(task.task.name in column.names for column in columns)]
         session = SessionConfig(num_cpus=1 if local else None)
@@ -269,16 +270,15 @@ def write_results(
         failed: reason of each run of this call that failed, by its name.
     """
     cells, seeds = {run.cell: run for run in plan.runs}, sorted({run.seed for run in plan.runs})
-    records = {run.name: record for run, record in scored if record}
+    finished = [(run, record) for run, record in scored if record]
+    records = {run.name: record for run, record in finished}
     numbers: dict[str, dict[str, dict[int, float]]] = {heading: {} for heading in plan.columns}
     items: dict[str, dict[str, dict[int, Sequence[float]]]] = {heading: {} for heading in plan.columns}
-    for run, record in scored:
-        for heading, value in (
-            record["scores"].items() if record else ()
-        ):  # an encoder's stand beside those of each seed
-            of_seeds = dict.fromkeys([run.seed] if run.config else seeds, value)
-            numbers[heading].setdefault(run.cell, {}).update(of_seeds)
-            if record and (errors := record.get("items", {}).get(heading)):
+    for run, record in finished:
+        of_seeds = [run.seed] if run.config else seeds  # an encoder's stand beside those of each seed
+        for heading, value in record["scores"].items():
+            numbers[heading].setdefault(run.cell, {}).update(dict.fromkeys(of_seeds, value))
+            if errors := record.get("items", {}).get(heading):
                 items[heading].setdefault(run.cell, {}).update(dict.fromkeys(of_seeds, errors))
     labels = {cell: run.labels for cell, run in cells.items()}
     compared = {
@@ -314,7 +314,7 @@ def write_results(
 
 
 def _distinct(rows: Iterable[Any]) -> list[Any]:
-    return [*{hash_json(row): row for row in rows}.values()]
+    return [*{hash_json(row): row for row in rows}.values()]  # a dict cannot be in a set
 
 
 def _markdown(
@@ -333,9 +333,8 @@ def _markdown(
     for name, run in cells.items():
         planned = len({other.seed for other in plan.runs if other.cell == name or run.encoder})
         printed = plan.item.printed.get(name, {})
-        shown = (
-            _cell(column.get(name, {}), printed.get(heading), planned) for heading, column in results["numbers"].items()
-        )
+        columns = results["numbers"].items()
+        shown = (_cell(column.get(name, {}), printed.get(heading), planned) for heading, column in columns)
         yield f"| {name} | {' | '.join(shown)} |"
     for heading, differences in compared.items():
         if differences:

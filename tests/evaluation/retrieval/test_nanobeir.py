@@ -5,7 +5,6 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from folders import encoder_folder
 from messages import all_of, says
 from nanofiles import rows_of, write_test
 from sentence_transformers import SentenceTransformer
@@ -25,11 +24,6 @@ def folder(tmp_path_factory):
     write_test(root / "nanobeir", *rows_of(0))
     write_test(root / "nanobeir", *rows_of(1), single=True, name="NanoSciFact")
     return root
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return encoder_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("size", [None, 5])

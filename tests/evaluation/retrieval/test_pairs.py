@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from folders import jsonl, static_folder
 from messages import all_of, says
 from sklearn.metrics import ndcg_score
 
@@ -18,12 +19,6 @@ from declutr.common.errors import DataError
 from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences, measures, score_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
 
 READ = {
     "a query twice": ([("a", "x"), ("b", "y"), ("a", "y")], None, (["a", "b"], ["x", "y"], [[0, 1], [1]])),
@@ -102,13 +97,12 @@ def test_read_test_of_csv_takes_texts_beyond_the_limit_of_the_csv_module(tmp_pat
 
 
 def test_measures_of_embeddings_that_are_not_finite_are_refused(tmp_path, capsys):
-    vectors = "".join(f"{word} {value} 1.0\n" for word, value in (("cat", "nan"), ("dog", "0.5"), ("fish", "2.0")))
-    (tmp_path / "words.vec").write_text(f"3 2\n{vectors}")
+    model = static_folder(tmp_path / "words", {"cat": [math.nan, 1], "dog": [0.5, 1], "fish": [2, 1]})
     rows = [{"query": "cat", "text": "cat fish"}, {"query": "dog", "text": "dog"}]
     pairs = jsonl(tmp_path / "pairs.jsonl", rows)
     given = ["--pairs", str(pairs), "--output", str(tmp_path / "scores")]
-    assert main(["evaluate", str(tmp_path / "words.vec"), *given]) == 1
-    says(capsys.readouterr().err, "words.vec", "not finite")
+    assert main(["evaluate", str(model), *given]) == 1
+    says(capsys.readouterr().err, model, "not finite")
 
 
 def test_evaluate_pairs_of_an_encoder_named_twice_scores_it_once(tmp_path):

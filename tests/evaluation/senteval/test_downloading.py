@@ -7,11 +7,11 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.errors import RemoteError
+from declutr.evaluation.senteval import data
 from declutr.evaluation.senteval.data import download, fetch, git_sha1, known_hashes, sources, transfers
 from declutr.evaluation.senteval.tasks import ALL_TASKS
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))
-MEBI = 1 << 20
 
 
 @pytest.fixture
@@ -22,28 +22,30 @@ def server():
 
 def test_a_broken_connection_begins_again_and_the_third_break_ends_it(server, tmp_path):
     server.break_after = [10_000, 20_000]
-    fetch(f"{server.address}/file", tmp_path / "there/file", MEBI)
+    fetch(f"{server.address}/file", tmp_path / "there/file")
     assert (tmp_path / "there/file").read_bytes() == TEXT
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
     server.break_after = [1000] * 3
     with pytest.raises(RemoteError, match=all_of("1,000 of 70,000 bytes", "same command")):
-        fetch(f"{server.address}/file", tmp_path / "file", MEBI)
+        fetch(f"{server.address}/file", tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_download_of_a_wrong_size_hash_or_address_leaves_nothing(server, tmp_path):
-    with pytest.raises(RemoteError, match="69,999"):
-        fetch(f"{server.address}/file", tmp_path / "file", len(TEXT) - 1)
-    with pytest.raises(RemoteError, match="404"):
-        fetch(f"{server.address}/nowhere", tmp_path / "file", MEBI)
-    with pytest.raises(RemoteError, match=all_of("SHA-1", "published file has 0000")):
-        fetch(f"{server.address}/file", tmp_path / "file", MEBI, "0000")
-    with pytest.raises(RemoteError, match=all_of("file:///etc/passwd", "http://")):
-        fetch("file:///etc/passwd", tmp_path / "file", MEBI)
+def test_download_of_a_wrong_size_hash_or_address_leaves_nothing(server, tmp_path, monkeypatch):
+    for address, expected, facts in (
+        (f"{server.address}/nowhere", "", "404"),
+        (f"{server.address}/file", "0000", ("SHA-1", "published file has 0000")),
+        ("file:///etc/passwd", "", ("file:///etc/passwd", "http://")),
+    ):
+        with pytest.raises(RemoteError, match=all_of(facts)):
+            fetch(address, tmp_path / "file", expected)
     assert not list(tmp_path.iterdir())
     (tmp_path / "right").write_bytes(TEXT)
-    fetch(f"{server.address}/file", tmp_path / "file", MEBI, git_sha1(tmp_path / "right"))
+    fetch(f"{server.address}/file", tmp_path / "file", git_sha1(tmp_path / "right"))
     assert (tmp_path / "file").read_bytes() == TEXT
+    monkeypatch.setattr(data, "_MAX_BYTES", len(TEXT) - 1)
+    with pytest.raises(RemoteError, match="69,999"):
+        fetch(f"{server.address}/file", tmp_path / "other")
 
 
 def test_a_file_must_have_its_published_hash(server, tmp_path, monkeypatch):
@@ -68,13 +70,13 @@ def test_an_archive_is_read_as_a_stream_and_only_what_is_wanted_is_written(serve
         ("MR/rt-polarity.neg", "SYMTYPE"),
         ("SUBJ/subj.objective", b"objective\n"),
     ]
-    data, names = tmp_path / "data", ["CR", "MR", "SUBJ"]
-    (data / "downstream/SUBJ").mkdir(parents=True)
-    (data / "downstream/SUBJ/subj.objective").write_bytes(b"mine\n")
+    folder, names = tmp_path / "data", ["CR", "MR", "SUBJ"]
+    (folder / "downstream/SUBJ").mkdir(parents=True)
+    (folder / "downstream/SUBJ/subj.objective").write_bytes(b"mine\n")
     server.files["senteval.tar"] = tar(members)[:1500]  # broken: fetched again the next time
-    assert {file.outcome for file in download(data, names, server.address)} == {"kept", "failed"}
+    assert {file.outcome for file in download(folder, names, server.address)} == {"kept", "failed"}
     server.files["senteval.tar"] = tar(members)
-    outcomes = {file.path: file for file in download(data, names, f"{server.address}/")}
+    outcomes = {file.path: file for file in download(folder, names, f"{server.address}/")}
     says(outcomes["downstream/CR/custrev.pos"].note, "copy", "known hash")
     says(outcomes["downstream/MR/rt-polarity.neg"].note, "not", "senteval.tar")
     assert outcomes["downstream/SUBJ/subj.objective"].outcome == "kept"

@@ -13,7 +13,7 @@ from declutr.common.errors import EncoderError
 from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval import harness
 from declutr.evaluation.senteval.data import inspect
-from declutr.evaluation.senteval.harness import ScoringChoice, Vectors, embed_all, evaluate
+from declutr.evaluation.senteval.harness import ScoringChoice, embed_all, evaluate
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.similarity import sample_rows
 from declutr.evaluation.senteval.tasks import choose_tasks, find, sentence_rows
@@ -58,7 +58,7 @@ def scored(
     encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), geometry=True, **settings
 ):
     classifier = CONFIG.model_copy(update=settings)
-    choice = ScoringChoice(tasks=choose_tasks(names), protocols=protocols, classifier=classifier, geometry=geometry)
+    choice = ScoringChoice(protocols=protocols, classifier=classifier, geometry=geometry)
     say = said.append if said is not None else lambda _: None
     return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
 
@@ -72,6 +72,8 @@ def test_each_sentence_is_embedded_once_and_results_are_read_the_second_time(fol
     assert set(report.results) == {"SICKEntailment", "SICKRelatedness", "STS12"}
     assert not report.results["STS12"].comparable
     assert report.missing["MR"] == "not asked for"
+    (entailment,) = inspected(folder, "SICK-E")
+    assert report.results["SICKEntailment"].num_rows == len(entailment.data.splits["test"])
     again = Counting(allowed=0)
     assert scored(again, folder, tmp_path, "SICK-E", "SICK-R", "STS12") == first
     assert not list((tmp_path / "embeddings").rglob("*.npy"))  # of no use once all is scored
@@ -126,21 +128,27 @@ def test_a_damaged_result_is_scored_again(folder, tmp_path):
     assert json.loads(path.read_text()) | {"seconds": 0} == whole | {"seconds": 0}
 
 
-def test_a_killed_embedding_goes_on(tmp_path):
+def test_a_killed_embedding_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "PART_ROWS", 8)
     texts = [f"text {number}" for number in range(50)]
     killed = Counting(allowed=3)
     with pytest.raises(KeyboardInterrupt):
-        embed_all(killed, texts, tmp_path, lambda _: None, part_rows=8)
+        embed_all(killed, texts, tmp_path, lambda _: None)
     torn = next(tmp_path.rglob("part-00001.npy"))
     torn.write_bytes(torn.read_bytes()[:-7])
     other = Counting()
-    vectors = embed_all(other, texts, tmp_path, lambda _: None, part_rows=8)
+    vectors = embed_all(other, texts, tmp_path, lambda _: None)
     assert other.texts == texts[8:16] + texts[24:]
     rows = np.array([49, 0, 13, 13, 24])
     assert np.array_equal(vectors.take(rows), HashedWords(16).encode([texts[row] for row in rows]))
-    # other texts, and another encoder, have a folder of their own
-    assert embed_all(Counting(), texts[:9], tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
-    assert embed_all(Counting(8), texts, tmp_path, lambda _: None, part_rows=8).folder != vectors.folder
+    for encoder, own in ((Counting(), texts[:9]), (Counting(8), texts)):  # each has a folder of its own
+        embed_all(encoder, own, tmp_path, lambda _: None)
+        assert encoder.texts == own
+    for array in (np.zeros((8, 5), np.float32), np.zeros((8, 16)), np.zeros((7, 16), np.float32)):
+        np.save(torn, array)
+        other = Counting()
+        embed_all(other, texts, tmp_path, lambda _: None)
+        assert other.texts == texts[8:16], "a part of another shape or type is not read"
 
 
 def test_a_killed_scoring_goes_on(folder, tmp_path):
@@ -163,15 +171,6 @@ def test_a_killed_scoring_goes_on(folder, tmp_path):
     says(said[0], "2 of 3")
     assert encoder.texts == []  # the embeddings were there too
     assert any(": 1/1 " in line for line in said)
-
-
-def test_parts_of_another_shape_are_not_taken(tmp_path):
-    vectors = Vectors(tmp_path, 10, 4, 8)
-    for array in (np.zeros((8, 5), np.float32), np.zeros((8, 4)), np.zeros((7, 4), np.float32)):
-        np.save(vectors.path(0), array)
-        assert not vectors.there(0)
-    np.save(vectors.path(0), np.zeros((8, 4), np.float32))
-    assert vectors.there(0)
 
 
 def test_both_protocols_share_what_they_have_in_common(folder, tmp_path):
@@ -214,6 +213,13 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
     assert "MR" not in found.reports["senteval"].results
     assert "20" in found.reports["senteval"].missing["MR"]
     assert "STS12" in found.reports["senteval"].results
+
+
+def test_refused_data_give_no_result(folder, tmp_path):
+    inspections = [*inspected(folder, "STS12"), inspect(find("Tense"), folder)]
+    found = evaluate(Counting(), inspections, ScoringChoice(), tmp_path, HERE, lambda _: None)
+    assert set(found.reports["senteval"].results) == {"STS12"}
+    says(found.reports["senteval"].missing["Tense"], "Tense train", "16 rows", "published about 100,000")
 
 
 @pytest.mark.ray

@@ -112,8 +112,8 @@ def test_the_order_of_units_and_of_buckets_does_not_show(units, searched, tmp_pa
     names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
     find_duplicates(tmp_path, names, CONFIG)
     assert checksums(tmp_path) == checksums(searched[0])
-    numbering, _, _ = number(tmp_path, names, CONFIG)
-    rows = [search_bucket({"bucket": bucket}, numbering, CONFIG, 3) for bucket in range(3)]
+    documents, _, _ = number(tmp_path, names, CONFIG)
+    rows = [search_bucket({"bucket": bucket}, documents, CONFIG, 3) for bucket in range(3)]
     orders = [_join_all(order) for order in permutations(rows)]
     for name in COLUMNS:
         assert len({getattr(pairs, name).tobytes() for pairs in orders}) == 1

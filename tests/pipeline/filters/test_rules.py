@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from processes import run_python
 
 from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, normalise, problems
-from declutr.pipeline.filters.gopher import GopherQuality, GopherRepetition, repetition_drop
-from declutr.pipeline.filters.lines import Boilerplate, C4Rules
+from declutr.pipeline.filters.rules import Boilerplate, C4Rules, GopherQuality, GopherRepetition, repetition_drop
 from declutr.pipeline.filters.words import folded_words, hash_folded, hash_words
 
 OFF = {

@@ -1,11 +1,13 @@
 """Images and sounds of every kind; bad ones and bombs have a reason, and their neighbours are read."""
 
 import io
+import signal
 import struct
 import time
 import warnings
 
 import numpy as np
+import psutil
 import pytest
 from mediafiles import (
     RED,
@@ -25,7 +27,9 @@ from mediafiles import (
     wide_tile,
 )
 from PIL import Image, ImageOps
+from waiting import until
 
+from declutr.pipeline.media import decoding
 from declutr.pipeline.media.clips import decode_clip, frame_samples, log_mel
 from declutr.pipeline.media.decoding import Limits, UndecodableError, UnsuitableError
 from declutr.pipeline.media.images import MAX_RATIO, decode_image
@@ -345,6 +349,31 @@ def test_a_reader_that_stops_early_leaves_no_answers_for_the_next():
     reading.close()
     (row,) = media_rows(blobs(png(5)), CONTENT)
     assert row.id == decode_image(png(5), CONTENT, "").id
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_reader_that_stops_early_ends_the_process_that_decodes_for_it(alone):
+    """Also after a file has ended a process, so that each of the batch is decoded alone."""
+    limits, slow = Limits(cpu_seconds=3), repeated_scans(3000, 3000)
+    reading = media_rows(blobs(*[png(number) for number in range(64)], slow), CONTENT, limits)
+    assert next(reading).offset == 0
+    first = decoding._children[limits]._process
+
+    def working():
+        """The process, if only the slow file can have taken so much time."""
+        child = decoding._children.get(limits)
+        if child is None or child.batch is None or (child._process is first) == alone:
+            return None
+        times = psutil.Process(child._process.pid).cpu_times()
+        return child._process if times.user + times.system > 1.5 else None
+
+    process = until(working)
+    reading.close()
+    assert process.returncode == -signal.SIGKILL, "SIGPROF after all its time"
+    assert statuses(media_rows(blobs(png(1)), CONTENT, limits)) == ["kept"]
+    unsent = [slow]
+    decoding.abandon(unsent)
+    assert decoding.decode(CONTENT, unsent, limits) == []
 
 
 def test_sounds_and_images_take_turns():

@@ -1,6 +1,7 @@
 """Texts of html, docx and pdf files: structure, reasons, bounds, the extra that reads them, folders of all kinds."""
 
 import gzip
+import signal
 import zlib
 from collections import Counter
 
@@ -76,6 +77,26 @@ def test_content_decides_where_a_name_does_not_and_archives_are_read_alike(tmp_p
     assert sorted(outcomes(read_all(files(tmp_path / "in")))) == sorted([*expected, ("g.html.gz", "g")])
     (tmp_path / "t.tgz").write_bytes(gzip.compress(tar(list(members.items()))))
     assert outcomes(read_all(files(tmp_path / "t.tgz"))) == [(f"t.tgz!{name}", text) for name, text in expected]
+
+
+def test_after_an_interrupt_the_next_file_gets_its_own_text():
+    assert texts(("a.html", b"<p>first"))[0].text == "first"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            texts(("slow.html", b"<p>" + b"<b>slow</b> " * 1_000_000))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [record.text for name in "xy" for record in texts((name, f"<html><p>own {name}".encode()))] == [
+        "own x",
+        "own y",
+    ]
 
 
 def test_a_long_text_is_cut_at_whitespace_and_a_file_beyond_128_mib_is_a_failure(tmp_path):
@@ -167,7 +188,7 @@ def test_prepare_and_adapt_read_every_file_of_a_folder_of_six_kinds(tmp_path, ma
     config = AdaptConfig(encoder=str(out / "tokenizer"), corpus=[str(tmp_path / "in")]).prepare_config(out)
     manifest, _ = prepare_here(config, out, manifest.tokenizer)
     assert (manifest.totals["kept"], manifest.failed) == (60, {"no_text": 2})
-    passages = make_passages(all_documents(config, out), load_tokenizer(str(out / "tokenizer")))
+    passages = make_passages(all_documents(config.corpus, out), load_tokenizer(str(out / "tokenizer")))
     assert sorted(passages.queries) == sorted(headings)
 
 

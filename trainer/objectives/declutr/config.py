@@ -1,9 +1,10 @@
 """Settings of DeCLUTR and its checks before a run, readable without torch."""
 
 import math
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest
@@ -24,8 +25,8 @@ class NTXentConfig(Strict):
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     exclude_same_document: bool = False
-    """Leave the other spans of an anchor's own document, also those in the queue, out of its denominator. false: they
-    are negatives."""
+    """Leave the other spans of an anchor's own document out of its denominator; without a queue. false: they are
+    negatives."""
 
 
 class MetricLearningConfig(Strict):
@@ -41,26 +42,17 @@ class MetricLearningConfig(Strict):
     miner_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the miner."""
 
-    @field_validator("loss")
+    @field_validator("loss", "miner")
     @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return _check_class("losses", name)
-
-    @field_validator("miner")
-    @classmethod
-    def _known_miner(cls, name: str | None) -> str | None:
-        return name if name is None else _check_class("miners", name)
-
-
-def _check_class(module: str, name: str) -> str:
-    import pytorch_metric_learning.losses  # imports torch, which takes seconds
-    import pytorch_metric_learning.miners
-
-    choices = vars(getattr(pytorch_metric_learning, module))
-    if name.startswith("_") or not isinstance(choices.get(name), type):
-        names = sorted(key for key, value in choices.items() if isinstance(value, type))
-        raise ValueError(f"pytorch_metric_learning.{module} has no {name!r}; use one of {', '.join(names)}")
-    return name
+    def _known_class(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is None:
+            return None
+        # imports torch, which takes seconds
+        module = import_module(f"pytorch_metric_learning.{'losses' if info.field_name == 'loss' else 'miners'}")
+        choices = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+        if name.startswith("_") or name not in choices:
+            raise ValueError(f"{module.__name__} has no {name!r}; use one of {', '.join(sorted(choices))}")
+        return name
 
 
 def _ntxent_by_default(value: Any) -> Any:
@@ -101,17 +93,17 @@ class DeclutrConfig(ObjectiveConfig):
     def _queue_needs_ntxent(self) -> "DeclutrConfig":
         if self.queue_size and self.loss.kind != "ntxent":
             raise ValueError(f"queue_size = {self.queue_size} needs loss kind ntxent, not {self.loss.kind}")
+        if self.queue_size and self.excludes_same_document:
+            raise ValueError(
+                f"queue_size = {self.queue_size} and loss.exclude_same_document = true exclude each other: a queue "
+                "has no documents; set queue_size to 0"
+            )
         return self
 
     @property
     def excludes_same_document(self) -> bool:
         """True if the loss needs the document of each row."""
         return isinstance(self.loss, NTXentConfig) and self.loss.exclude_same_document
-
-    @property
-    def contrastive(self) -> bool:
-        """True if the contrastive loss is computed."""
-        return self.terms != "mlm"
 
     @property
     def mlm(self) -> bool:
@@ -126,25 +118,23 @@ class DeclutrConfig(ObjectiveConfig):
     @property
     def embeds(self) -> bool:
         """True if the contrastive loss is computed."""
-        return self.contrastive
+        return self.terms != "mlm"
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""
-        return [*_geometry_problems(run, manifest), *self._loss_problems()]
-
-    def _loss_problems(self) -> list[str]:
+        problems = _geometry_problems(run, manifest)
         if isinstance(self.loss, MetricLearningConfig):
-            from declutr.trainer.objectives.declutr.objective import MetricLearningLoss
+            from declutr.trainer.objectives.declutr.objective import metric_learning_loss
 
             try:
-                MetricLearningLoss(**self.loss.model_dump(exclude={"kind"}))
+                metric_learning_loss(self.loss)
             except ValueError as error:
-                return [str(error)]
-        return []
+                problems.append(str(error))
+        return problems
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a batch with fewer documents than the paper's, or None."""
-        if not self.contrastive or self.queue_size or run.batch_documents >= _FEW_DOCUMENTS:
+        if not self.embeds or self.queue_size or run.batch_documents >= _FEW_DOCUMENTS:
             return None
         return (
             f"batch_documents = {run.batch_documents}: a span is compared with spans of {run.batch_documents - 1} "
@@ -157,7 +147,7 @@ class DeclutrConfig(ObjectiveConfig):
 
         Guessing among the 2M - 1 other embeddings of M anchors and their positives costs log(2M - 1).
         """
-        if not self.contrastive or self.loss.kind != "ntxent" or self.reference_rank_scaling:
+        if not self.embeds or self.loss.kind != "ntxent" or self.reference_rank_scaling:
             return None
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
         # the losses of all sizes are added
@@ -173,28 +163,27 @@ class DeclutrConfig(ObjectiveConfig):
 
 
 def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
-    problems = []
-    spans, geometry = run.spans, manifest.geometry
-    if spans.min_tokens > spans.max_tokens:
-        problems.append(
-            f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} "
-            "(if not set, geometry.max_tokens of the shards); lower it"
-        )
-    if spans.max_tokens > geometry.max_tokens:
-        problems.append(
-            f"spans.max_tokens = {spans.max_tokens}: the shards were prepared for at most {geometry.max_tokens}; "
-            "lower it, or prepare the corpus again with a larger geometry.max_tokens"
-        )
-    # fewer_anchors: the windows of a document decide
-    if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
-        problems.append(
-            f"spans.num_anchors = {spans.num_anchors}: the shards were prepared for at most {geometry.num_anchors}; "
-            "lower it, or prepare the corpus again with a larger geometry.num_anchors"
-        )
-    # only there windows are shorter than l_max
-    if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
-        problems.append(
+    spans, geometry, short_documents = run.spans, manifest.geometry, manifest.short_documents
+    prepared = "the shards were prepared for at most"
+    again = "lower it, or prepare the corpus again with a larger geometry"
+    checks = [
+        (
+            spans.min_tokens > spans.max_tokens,
+            f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} (if not "
+            "set, geometry.max_tokens of the shards); lower it",
+        ),
+        (
+            spans.max_tokens > geometry.max_tokens,
+            f"spans.max_tokens = {spans.max_tokens}: {prepared} {geometry.max_tokens}; {again}.max_tokens",
+        ),
+        (  # fewer_anchors: the windows of a document decide
+            spans.num_anchors > geometry.num_anchors and short_documents != "fewer_anchors",
+            f"spans.num_anchors = {spans.num_anchors}: {prepared} {geometry.num_anchors}; {again}.num_anchors",
+        ),
+        (  # only there windows are shorter than l_max
+            spans.min_tokens > geometry.min_tokens and short_documents == "shrink_spans",
             f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of only "
-            f"{geometry.min_tokens} tokens; lower it, or prepare the corpus again with a larger geometry.min_tokens"
-        )
-    return problems
+            f"{geometry.min_tokens} tokens; {again}.min_tokens",
+        ),
+    ]
+    return [message for applies, message in checks if applies]

@@ -4,8 +4,8 @@ Legend: n documents on this rank, m their anchors (n * A, or fewer if documents 
 positives an anchor, M anchors of the global batch, D embedding size, Q queued embeddings.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ def ntxent(
     tile: int | None = None,
     row_shard: RowShard | None = None,
     documents: Tensor | None = None,
-    queue_documents: Tensor | None = None,
 ) -> Tensor:
     """Mean over the 2M terms of -log(exp(s_ij/t) / sum_k exp(s_ik/t)), k over all but i and over the queue.
 
@@ -54,16 +53,12 @@ def ntxent(
         tile: rows and columns of a tile; None: by device. The result does not depend on it.
         row_shard: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
         documents: `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
-        queue_documents: `(Q,)` keys of the documents of the queue, given if `documents` and `queue` are.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         rows = unit_rows(embeddings)
         old = rows.new_empty(0, rows.shape[-1]) if queue is None else F.normalize(queue.to(rows.dtype), dim=-1)
         size = tile or tile_rows(rows.device)
-        owners = None
-        if documents is not None:
-            empty = documents.new_empty(0)
-            owners = documents.repeat(2), empty if queue_documents is None else queue_documents
+        owners = None if documents is None else documents.repeat(2)
         scores = _Scores(rows.detach(), old.detach(), temperature, size, row_shard, owners)
         value: Tensor = _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
         return value
@@ -124,7 +119,7 @@ class _Scores:
         temperature: divisor of the scores.
         size: rows and columns of a tile.
         row_shard: this worker's rows; None: all.
-        owners: `(2M,)` and `(Q,)` keys of the documents of rows and queue; None: rows of one document are negatives.
+        owners: `(2M,)` keys of the rows' documents; None: rows of one document are negatives.
     """
 
     rows: Tensor
@@ -132,7 +127,7 @@ class _Scores:
     temperature: float
     size: int
     row_shard: RowShard | None
-    owners: tuple[Tensor, Tensor] | None
+    owners: Tensor | None
 
     def log_sums(self) -> Tensor:
         """`(2M,)` logsumexp of each row's negatives; with a row shard, of its rows alone."""
@@ -156,7 +151,8 @@ class _Scores:
                 if -scores.shape[0] < (offset := distance + first.start - second.start) < scores.shape[1]:
                     scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
             if self.owners is not None:
-                self._exclude(scores, self.owners[0][first], self.owners[0][second])
+                same = self.owners[first, None] == self.owners[None, second]
+                scores.masked_fill_(same, torch.finfo(scores.dtype).min)
             yield first, second, scores
 
     def queued(self) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -165,52 +161,34 @@ class _Scores:
         rows = tiles_of(0, length, self.size) if self.row_shard is None else self.row_shard.tiles(length, self.size)
         for first in rows:
             for second in tiles_of(0, len(self.queue), self.size):
-                scores = (self.rows[first] @ self.queue[second].T).div_(self.temperature)
-                if self.owners is not None:
-                    self._exclude(scores, self.owners[0][first], self.owners[1][second])
-                yield first, second, scores
-
-    @staticmethod
-    def _exclude(scores: Tensor, first: Tensor, second: Tensor) -> None:
-        """Excludes the scores between rows of the same document."""
-        scores.masked_fill_(first[:, None] == second[None], torch.finfo(scores.dtype).min)
+                yield first, second, (self.rows[first] @ self.queue[second].T).div_(self.temperature)
 
 
-class MetricLearningLoss:
-    """A pytorch-metric-learning loss and miner, called with embeddings as `ntxent` is.
-
-    Args:
-        loss: class name in pytorch_metric_learning.losses.
-        loss_arguments: arguments of the loss.
-        miner: class name in pytorch_metric_learning.miners, or None.
-        miner_arguments: arguments of the miner.
+def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Tensor]:
+    """A pytorch-metric-learning loss of `(2M, D)` embeddings, called as `ntxent` is, with its miner.
 
     Raises:
         ValueError: the loss has trainable weights (it classifies into known classes), or rejects its arguments.
     """
+    from pytorch_metric_learning import losses, miners
 
-    def __init__(
-        self, loss: str, loss_arguments: dict[str, Any], miner: str | None, miner_arguments: dict[str, Any]
-    ) -> None:
-        from pytorch_metric_learning import losses, miners
+    try:
+        loss = getattr(losses, config.loss)(**config.loss_arguments)
+        miner = getattr(miners, config.miner)(**config.miner_arguments) if config.miner else None
+    except TypeError as error:
+        raise ValueError(f"objective.loss {config.loss} / miner {config.miner}: {error}") from error
+    if any(True for _ in loss.parameters()):
+        raise ValueError(
+            f"objective.loss = {config.loss} learns class weights, but documents have no classes; choose a loss "
+            "without weights"
+        )
 
-        try:
-            self.loss = getattr(losses, loss)(**loss_arguments)
-            self.miner = getattr(miners, miner)(**miner_arguments) if miner else None
-        except TypeError as error:
-            raise ValueError(f"objective.loss {loss} / miner {miner}: {error}") from error
-        if any(True for _ in self.loss.parameters()):
-            raise ValueError(
-                f"objective.loss = {loss} learns class weights, but documents have no classes; choose a loss without "
-                "weights"
-            )
-
-    def __call__(self, embeddings: Tensor) -> Tensor:
-        """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
+    def loss_of(embeddings: Tensor) -> Tensor:
         labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)  # a class is a pair
-        mined = self.miner(embeddings, labels) if self.miner is not None else None
-        loss: Tensor = self.loss(embeddings, labels, mined)
-        return loss
+        value: Tensor = loss(embeddings, labels, None if miner is None else miner(embeddings, labels))
+        return value
+
+    return loss_of
 
 
 class Declutr(Objective[DeclutrConfig]):
@@ -223,26 +201,14 @@ class Declutr(Objective[DeclutrConfig]):
     def __init__(self, config: DeclutrConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.queue: Tensor | None = None
-        self.queue_documents: Tensor | None = None
         self.remembers = config.queue_size > 0
-        self._metric_loss = None
-        if isinstance(config.loss, MetricLearningConfig):
-            self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
+        loss = config.loss
+        self._metric_loss = metric_learning_loss(loss) if isinstance(loss, MetricLearningConfig) else None
         self.shards_rows = self._metric_loss is None
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
         """Builds the collator that draws, masks and packs the spans of documents."""
-        return SpanCollator(
-            spans=self.run.spans,
-            masking=self.config.masking if self.config.mlm else None,
-            unmasked_anchors=self.config.unmasked_anchors,
-            include_positives=self.config.contrastive,
-            max_content=max_content,
-            vocabulary=vocabulary,
-            seed=self.run.seed,
-            short_documents=self.run.short_documents,
-            names_documents=self.config.contrastive and self.config.excludes_same_document,
-        )
+        return SpanCollator(self.config, self.run, vocabulary, max_content)
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
         """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the collator's order.
@@ -272,7 +238,6 @@ class Declutr(Objective[DeclutrConfig]):
                 None if self.queue is None else batch.cut(self.queue),
                 row_shard=batch.row_shard,
                 documents=batch.facts.get("document"),
-                queue_documents=self.queue_documents,
             )
         if self.config.reference_rank_scaling:
             divided = value / self.config.reference_rank_scaling  # released: DDP averaged 1 / W of the gradient
@@ -281,13 +246,9 @@ class Declutr(Objective[DeclutrConfig]):
 
     def remember(self, batch: Gathered) -> None:
         """Appends a finished step's `(2M, D)` embeddings to the queue, and drops the oldest ones."""
-        self.queue = self._appended(self.queue, _anchors_first(batch.views))
-        if "document" in batch.facts:
-            self.queue_documents = self._appended(self.queue_documents, batch.facts["document"].repeat(2))
-
-    def _appended(self, queue: Tensor | None, values: Tensor) -> Tensor:
-        # a copy frees the dropped rows
-        return (values if queue is None else torch.cat([queue, values]))[-self.config.queue_size :].clone()
+        values = _anchors_first(batch.views)
+        queue = values if self.queue is None else torch.cat([self.queue, values])
+        self.queue = queue[-self.config.queue_size :].clone()  # a copy frees the dropped rows
 
     def validator(self, held_out: HeldOutSplit) -> SpanValidator:
         """Builds the validator: retrieval of unmasked spans of the same document, even if only MLM is trained.
@@ -296,37 +257,26 @@ class Declutr(Objective[DeclutrConfig]):
         spans of a pair do not overlap.
         """
         lengths = {"min_tokens": self.run.spans.min_tokens, "max_tokens": self.run.spans.max_tokens}
-        collator = SpanCollator(
-            spans=SpanConfig(num_anchors=1, num_positives=1, strategy="adjacent", **lengths),
-            masking=None,
-            unmasked_anchors=False,
-            include_positives=True,
-            max_content=held_out.max_content,
-            vocabulary=held_out.vocabulary,
-            seed=self.run.seed,
-            short_documents=self.run.short_documents,
-        )
+        pair = replace(self.run, spans=SpanConfig(num_anchors=1, num_positives=1, strategy="adjacent", **lengths))
+        unmasked = DeclutrConfig(terms="contrastive")
+        collator = SpanCollator(unmasked, pair, held_out.vocabulary, held_out.max_content)
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
         return SpanValidator(collator, held_out, rows, sizes=self.sizes)
 
     def state(self) -> dict[str, Tensor]:
-        """The queue, once it exists, and its documents if the loss needs them."""
-        tensors = {"queue": self.queue, "queue_documents": self.queue_documents}
-        return {name: values for name, values in tensors.items() if values is not None}
+        """The queue, once it exists."""
+        return {} if self.queue is None else {"queue": self.queue}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Loads the queue unless it is longer than `queue_size`, or its documents are unknown and needed.
+        """Loads the queue unless it is longer than `queue_size`.
 
         Raises:
             RuntimeError: the state has other tensors, so it is of another objective.
         """
-        if unexpected := sorted(state.keys() - {"queue", "queue_documents"}):
+        if unexpected := sorted(state.keys() - {"queue", "queue_documents"}):  # earlier versions saved the second one
             raise RuntimeError(f"unexpected {', '.join(unexpected[:3])}")
-        queue, documents = state.get("queue"), state.get("queue_documents")
-        needed = self.config.excludes_same_document
-        fits = queue is not None and len(queue) <= self.config.queue_size and not (needed and documents is None)
-        self.queue = queue if fits else None  # rows of unknown documents may be an anchor's own
-        self.queue_documents = documents if fits and needed else None
+        queue = state.get("queue")
+        self.queue = queue if queue is not None and len(queue) <= self.config.queue_size else None
 
 
 def _anchors_first(views: Tensor) -> Tensor:

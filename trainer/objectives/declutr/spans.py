@@ -25,8 +25,9 @@ from declutr.common import seeding
 from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.data.batches import RankBatch, SpanBatch, pack_spans
-from declutr.trainer.data.packing import MaskingConfig, Vocabulary, ranges
-from declutr.trainer.objectives.config import SpanConfig
+from declutr.trainer.data.packing import Vocabulary, ranges
+from declutr.trainer.objectives.config import RunContext, SpanConfig
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
@@ -220,40 +221,14 @@ def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) 
     """
     chosen = np.zeros(uniform.shape, np.int64)
     for document, (row, anchor_count) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
-        first = int(offsets[document])
-        count = int(offsets[document + 1]) - first
-        removed: list[int] = []  # sorted positions in the original list
+        starts = windows[offsets[document] : offsets[document + 1]]
         for anchor, u in enumerate(row[:anchor_count]):
-            left, remaining = count - len(removed), anchor_count - anchor
+            left, remaining = len(starts), anchor_count - anchor
             index = (0 if u < 0.5 else left - 1) if left // remaining < remaining else int(u * left)
-            neighbours = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
-            chosen[document, anchor] = windows[first + neighbours[index - max(0, index - 1)]]
-            removed = sorted(removed + neighbours)
+            chosen[document, anchor] = starts[index]
+            if remaining > 1:  # by pieces of an array: a document can have 100,000 windows
+                starts = np.concatenate((starts[: max(0, index - 1)], starts[index + 2 :]))
     return chosen
-
-
-def _position(removed: list[int], index: int) -> int:
-    """Original list position of the `index`-th element that is not removed."""
-    for position in removed:
-        if position > index:
-            break
-        index += 1
-    return index
-
-
-def sample_spans(
-    config: SpanConfig, seed: int, short_documents: ShortDocuments, documents: pa.Table, epochs: NDArray[np.int64]
-) -> Spans:
-    """The spans of n shard rows in the epochs `(n,)`."""
-    windows, offsets = ragged(documents.column("windows"))
-    return place(
-        config,
-        draw(config, seed, epochs, document_keys(documents)),
-        documents.column("num_tokens").to_numpy(),
-        windows.astype(np.int64),
-        offsets,
-        short_documents,
-    )
 
 
 @dataclass(frozen=True)
@@ -261,66 +236,51 @@ class SpanCollator:
     """Turns documents into the spans of a step.
 
     Attributes:
-        spans: geometry and strategy.
-        masking: settings of masking; None if no MLM loss is computed.
-        unmasked_anchors: also pack every anchor without masks, for the contrastive embedding.
-        include_positives: False if there is no contrastive loss.
-        max_content: largest number of tokens of a span, without specials; longer spans are cut at the end.
+        config: settings of the objective: which losses need which spans, and the masks.
+        run: seed, geometry and strategy of the spans, and the treatment of short documents when they were prepared.
         vocabulary: ids of the tokenizer.
-        seed: the run's seed.
-        short_documents: treatment of documents with room for fewer than A anchors when the shards were prepared.
-        names_documents: give the loss the key of each row's document, as the fact `document`.
+        max_content: largest number of tokens of a span, without specials; longer spans are cut at the end.
     """
 
-    spans: SpanConfig
-    masking: MaskingConfig | None
-    unmasked_anchors: bool
-    include_positives: bool
-    max_content: int
+    config: DeclutrConfig
+    run: RunContext
     vocabulary: Vocabulary
-    seed: int
-    short_documents: ShortDocuments = "drop"
-    names_documents: bool = False
+    max_content: int
 
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""
-        return sample_spans(self.spans, self.seed, self.short_documents, documents, epochs)
+        windows, offsets = ragged(documents.column("windows"))
+        draws = draw(self.run.spans, self.run.seed, epochs, document_keys(documents))
+        lengths = documents.column("num_tokens").to_numpy()
+        return place(self.run.spans, draws, lengths, windows.astype(np.int64), offsets, self.run.short_documents)
 
     def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
         """The spans of n documents, with a row of views for each contrasted anchor (trainer/objectives/base.py)."""
         spans = self.sample(rows, epochs)
-        contrasted = int(spans.present.sum()) if self.include_positives else 0
+        contrasted = int(spans.present.sum()) if self.config.embeds else 0
         facts = {}
-        if self.names_documents:
+        if self.config.embeds and self.config.excludes_same_document:
             # facts are int64; no bit is lost
             owners = np.repeat(document_keys(rows).view(np.int64), spans.present.sum(axis=1))
             facts = {"document": torch.from_numpy(owners)}
         return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted, facts)
 
-    def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
-        """The spans of n documents, cut, masked and packed.
-
-        Args:
-            documents: n rows of the shards.
-            epochs: `(n,)` epoch in which each is read.
-        """
-        return self.pack(documents, epochs, self.sample(documents, epochs))
-
     def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
         """Cuts, masks and packs spans that were drawn from these documents before."""
+        config, run = self.config, self.run
         tokens, offsets = ragged(documents.column("tokens"))
         anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
-        copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
+        copies = [anchors] + [anchors] * config.unmasked_anchors + [positives] * config.embeds
         bounds = np.concatenate(copies)
         num_anchors = spans.present.sum(axis=1)  # absent anchors are not packed: they would be wasted work
-        counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
-        counts += [num_anchors * self.spans.num_positives] * self.include_positives
+        counts = [num_anchors] + [num_anchors] * config.unmasked_anchors
+        counts += [num_anchors * run.spans.num_positives] * config.embeds
         document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
         number = np.concatenate([ranges(count) for count in counts])  # within document and kind
 
         content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)  # the encoder's positions end there
         keys, read_in = document_keys(documents)[document], epochs[document].astype(np.uint64)
         kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
-        masking = None if self.masking is None else (self.masking, slice(len(anchors)))  # these anchors come first
+        masking = (config.masking, slice(len(anchors))) if config.mlm else None  # these anchors come first
         starts, numbers = offsets[document] + bounds[:, 0], number + (kinds << 16)  # copies drop independently
-        return pack_spans(tokens, starts, content, self.vocabulary, self.seed, keys, read_in, numbers, masking)
+        return pack_spans(tokens, starts, content, self.vocabulary, run.seed, keys, read_in, numbers, masking)

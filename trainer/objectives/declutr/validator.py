@@ -7,7 +7,6 @@ Legend: n documents, N held-out documents, H embedding size.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from declutr.common.seeding import U64
 from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import HeldOutSplit
@@ -68,43 +66,6 @@ def place_distant(
     return spans, room >= distance
 
 
-class HeldOut(NamedTuple):
-    """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
-
-    Attributes:
-        anchors: one span of each document.
-        positives: the span that touches it.
-        distant_anchors: another span of each document.
-        distant_positives: the span far from that one.
-        reached: `(N,)` 1 where the distant pair has the wanted distance, 0 where the document is too short for it.
-    """
-
-    anchors: Tensor
-    positives: Tensor
-    distant_anchors: Tensor
-    distant_positives: Tensor
-    reached: Tensor
-
-    @property
-    def finite(self) -> bool:
-        """True if all numbers are finite."""
-        return all(bool(numbers.isfinite().all()) for numbers in self)
-
-    def scores(self, keys: U64, size: int | None = None) -> dict[str, float]:
-        """The scores of the first `size` numbers of all embeddings; None: of whole ones.
-
-        `keys` are the `(N,)` keys of the documents.
-        """
-        anchors, positives, first, second = (table[:, :size] for table in self[:4])
-        return {
-            **retrieval(anchors, positives, keys),
-            **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
-            "alignment": alignment(anchors, positives),
-            "uniformity": uniformity(anchors),
-            "effective_rank": effective_rank(anchors),
-        }
-
-
 @dataclass(frozen=True)
 class SpanValidator:
     """Scores an encoder on held-out documents, shared among the workers.
@@ -128,43 +89,53 @@ class SpanValidator:
 
         `distant_share` is the share of documents whose distant spans are far enough apart.
         """
-        embeddings = self.embed(encoder)
-        if not embeddings.finite:
+        *pairs, reached = self.embed(encoder)
+        if not all(bool(table.isfinite().all()) for table in pairs):
             return None
         keys = document_keys(self.held_out.shards.take(self.rows))
-        scores = by_size(self.sizes, lambda size: embeddings.scores(keys, size))
-        return scores | {"distant_share": float(embeddings.reached.mean())}
 
-    def embed(self, encoder: Encoder) -> HeldOut:
-        """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
+        def scores(size: int | None) -> dict[str, float]:
+            anchors, positives, first, second = (table[:, :size] for table in pairs)
+            return {
+                **retrieval(anchors, positives, keys),
+                **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
+                "alignment": alignment(anchors, positives),
+                "uniformity": uniformity(anchors),
+                "effective_rank": effective_rank(anchors),
+            }
+
+        return by_size(self.sizes, scores) | {"distant_share": float(reached.mean())}
+
+    def embed(self, encoder: Encoder) -> tuple[Tensor, ...]:
+        """Pooled embeddings as exported, on every worker: without projection, masks and dropout.
+
+        `(N, H)` each in float64 on the CPU: one span of each document, the span that touches it, another span, the span
+        far from that one. Then `(N, 1)`: 1 where these two have the distance, 0 where the document is too short for it.
+        """
+        device, width = self.held_out.device, encoder.output_size
 
         def rows_of(part: slice) -> Tensor:
-            return self._embed(encoder, self.held_out.shards.take(self.rows[part]))
+            """`(n, 4 H + 1)`. Two separate forwards need only the memory of one."""
+            documents = self.held_out.shards.take(self.rows[part])
+            epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
+            distant, reached = self.sample_distant(documents)
+            touching = self.collator.sample(documents, epochs)
+            batches = (self.collator.pack(documents, epochs, spans) for spans in (touching, distant))
+            pairs = [encoder.embed(batch.to(device)).view(2, len(documents), width) for batch in batches]
+            far = torch.from_numpy(reached).to(pairs[0])[:, None]  # a number of the row, so that one gather is enough
+            return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
-        width = 4 * encoder.output_size + 1
-        workers = self.held_out.comm, self.held_out.device
-        table = compute_together(encoder, len(self.rows), width, rows_of, *workers, self.chunk_documents)
-        *pairs, reached = table.split([encoder.output_size] * 4 + [1], dim=1)
-        return HeldOut._make([*pairs, reached.squeeze(1)])
-
-    def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
-        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two separate forwards need only the memory of one."""
-        epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
-        distant, reached = self.sample_distant(documents)
-        batches = self.collator.batch(documents, epochs), self.collator.pack(documents, epochs, distant)
-        pairs = [
-            encoder.embed(batch.to(self.held_out.device)).view(2, len(documents), encoder.output_size)
-            for batch in batches
-        ]
-        far = torch.from_numpy(reached).to(pairs[0])[:, None]  # a number of the row, so that one gather is enough
-        return torch.cat([*pairs[0], *pairs[1], far], dim=1)
+        workers = self.held_out.comm, device
+        table = compute_together(encoder, len(self.rows), 4 * width + 1, rows_of, *workers, self.chunk_documents)
+        pairs_and_reached: tuple[Tensor, ...] = table.split([width] * 4 + [1], dim=1)
+        return pairs_and_reached
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
         """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
-        collator = self.collator
+        run = self.collator.run
         windows, offsets = ragged(documents.column("windows"))
         draws = draw(  # epoch 0: the purpose alone keeps these draws apart from training's
-            collator.spans, collator.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
+            run.spans, run.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
         )
-        lengths = pair_lengths(collator.spans, draws, windows.astype(np.int64), offsets, collator.short_documents)
-        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, collator.spans.max_tokens)
+        lengths = pair_lengths(run.spans, draws, windows.astype(np.int64), offsets, run.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, run.spans.max_tokens)

@@ -5,6 +5,7 @@ coloured as by torchvision's RandomResizedCrop, flip, ColorJitter and RandomGray
 """
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,44 +32,46 @@ _ORDER = 19
 
 
 @dataclass(frozen=True)
-class Crops:
-    """Replaces the images of rows by their views.
+class ClipFetch:
+    """Makes the views of images, and mixes sounds with others that are drawn from the whole training split.
 
     Attributes:
-        config: probabilities and strengths.
+        config: probabilities and strengths of crops.
         size: height and width of a view in pixels.
         seed: seed of the task.
+        mixup: probability that a sound is mixed.
     """
 
     config: CropConfig
     size: int
     seed: int
+    mixup: float = 0.0
 
-    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
+    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
+        """The rows of `shards` with the column `views` or, if sounds are mixed, `mixed`."""
+        if "image" in rows.column_names:
+            return self.views(rows, epochs)
+        return self.mixed(rows, epochs, shards) if self.mixup else rows
+
+    def views(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
         """The rows with the column `views` instead of `image`.
 
         Raises:
             ShardError: an image cannot be decoded, or is of another size than its row says.
         """
-        drawn = self._draws(rows, epochs)
-        sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
-        views = []
-        for number, (raw, size) in enumerate(zip(rows.column("image"), sizes, strict=True)):
-            image = _decoded(raw.as_py(), size)
-            views.append(b"".join(self.view(image, draws[number]).tobytes() for draws in drawn))
+        drawn, images = self._draws(rows, epochs), enumerate(_images(rows))
+        views = [b"".join(self.view(image, draws[row]).tobytes() for draws in drawn) for row, image in images]
         return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
     def whole(self, rows: pa.Table) -> pa.Table:
         """The rows with the column `views` instead of `image`; every view is the whole image.
 
         Raises:
-            ShardError: as when called.
+            ShardError: as `views`.
         """
-        sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
-        images = (_decoded(raw.as_py(), size) for raw, size in zip(rows.column("image"), sizes, strict=True))
-        resized = [image.resize((self.size, self.size), Image.Resampling.BILINEAR).tobytes() for image in images]
-        views = pa.array([NUM_VIEWS * image for image in resized], pa.binary())
-        return rows.drop_columns(["image"]).append_column(VIEWS, views)
+        size = self.size, self.size
+        views = [NUM_VIEWS * image.resize(size, Image.Resampling.BILINEAR).tobytes() for image in _images(rows)]
+        return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
     def describe(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
         """Changes that make each view of each row, in words: the crop and those of its colours."""
@@ -123,7 +126,8 @@ class Crops:
         """Changes brightness, contrast, saturation and hue, in a drawn order."""
         factors = 1 + self.config.color_jitter * (2 * draws[:3] - 1)
         hue = self.config.color_jitter / 4 * (2 * draws[3] - 1)
-        for step in np.argsort(_order(draws[4:7])):
+        ranks = np.append(draws[4:7], draws[4:7].sum() % 1)  # four numbers whose order is uniform, from three
+        for step in np.argsort(ranks):
             if step == 3:
                 shifted = np.array(view.convert("HSV"))
                 shifted[..., 0] += np.uint8(int(hue * 255) % 256)
@@ -133,36 +137,7 @@ class Crops:
                 view = kind(view).enhance(float(factors[step]))
         return view
 
-
-def _order(draws: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Four numbers whose order is uniform, from three."""
-    return np.append(draws, draws.sum() % 1)
-
-
-def _decoded(raw: bytes, size: tuple[int, int]) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(raw), formats=["PNG"]) as image:  # shards hold nothing else; no other decoder runs
-            if image.size != size or image.mode != "RGB":
-                raise ShardError(f"an image is {image.mode} of {image.size} pixels, its row says RGB of {size}")
-            image.load()
-            return image.copy()
-    except _UNREADABLE as error:
-        raise ShardError(f"an image of the shards cannot be decoded ({error}); prepare the images again") from error
-
-
-@dataclass(frozen=True)
-class Mixup:
-    """Replaces some clips by mixtures with clips that are drawn from the whole training split.
-
-    Attributes:
-        rate: probability that a clip is mixed.
-        seed: seed of the task.
-    """
-
-    rate: float
-    seed: int
-
-    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
+    def mixed(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
         """The rows with the column `mixed`; a mixed clip has the label of the louder part.
 
         Args:
@@ -192,9 +167,25 @@ class Mixup:
         """Numbers of the mixed clips in `rows`, of their partners in the training split, and the share of each clip."""
         words = seeding.words(self.seed, "mixup", document_keys(rows), epochs.astype(np.uint64), 2 + _ORDER)
         draws = seeding.unit(words)
-        chosen = np.flatnonzero(draws[:, 0] < self.rate)
+        chosen = np.flatnonzero(draws[:, 0] < self.mixup)
         shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]  # Beta(10, 10) without an inverse of its law
         return chosen, (draws[chosen, 1] * num_documents).astype(np.int64), shares
+
+
+def _images(rows: pa.Table) -> Iterator[Image.Image]:
+    """The images of rows, decoded one by one."""
+    sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
+    for raw, size in zip(rows.column("image"), sizes, strict=True):
+        try:
+            # shards hold nothing else; no other decoder runs
+            with Image.open(io.BytesIO(raw.as_py()), formats=["PNG"]) as image:
+                if image.size != size or image.mode != "RGB":
+                    raise ShardError(f"an image is {image.mode} of {image.size} pixels, its row says RGB of {size}")
+                image.load()
+                decoded = image.copy()
+        except _UNREADABLE as error:
+            raise ShardError(f"an image of the shards cannot be decoded ({error}); prepare the images again") from error
+        yield decoded
 
 
 def mixture(clip: NDArray[np.float32], other: NDArray[np.float32], share: float) -> NDArray[np.float32]:
@@ -220,22 +211,3 @@ def clips_of(rows: pa.Table) -> list[NDArray[np.float32]]:
     counts = rows.column("num_frames").to_numpy()
     parts = zip(offsets[:-1], offsets[1:], counts, strict=True)
     return [frames[start:end].astype(np.float32).reshape(count, -1) for start, end, count in parts]
-
-
-@dataclass(frozen=True)
-class ClipFetch:
-    """Makes the views of images, and mixes sounds.
-
-    Attributes:
-        crops: views of images.
-        mixup: mixtures of sounds; None: sounds are left as they are.
-    """
-
-    crops: Crops
-    mixup: Mixup | None
-
-    def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
-        """The rows of `shards` with the column `views` or, if sounds are mixed, `mixed`."""
-        if "image" in rows.column_names:
-            return self.crops(rows, epochs)
-        return rows if self.mixup is None else self.mixup(rows, epochs, shards)

@@ -17,8 +17,8 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.batches import PatchBatch, RankBatch
 from declutr.trainer.data.packing import dropout_words
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, Crops, Mixup, clips_of
-from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, clips_of
+from declutr.trainer.objectives.supcon.config import SupconConfig
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class ClipCollator:
     @property
     def fetch(self) -> ClipFetch:
         """The work of the tasks that read shards: views of images, mixtures of sounds."""
-        mixup = Mixup(self.config.mixup, self.seed) if self.config.mixup else None
-        return ClipFetch(Crops(self.config.crops, self.frontend.image_size, self.seed), mixup)
+        return ClipFetch(self.config.crops, self.frontend.image_size, self.seed, self.config.mixup)
 
     def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The clips of n rows of images or sounds.
@@ -54,7 +53,7 @@ class ClipCollator:
                 raise ValueError(f"objective.mixup = {self.config.mixup}: the clips were not mixed; call `fetch` first")
             values, sizes = self._sounds(rows, keys, minor)
         else:
-            rows = rows if VIEWS in rows.column_names else self.fetch.crops(rows, epochs)
+            rows = rows if VIEWS in rows.column_names else self.fetch.views(rows, epochs)
             values, sizes = self._images(rows)
         lengths = sizes + 1
         starts = np.cumsum(lengths) - lengths
@@ -72,31 +71,45 @@ class ClipCollator:
     def describe(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> list[str]:
         """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""
         if "frames" not in rows.column_names:
-            return self.fetch.crops.describe(rows, epochs)
+            return self.fetch.describe(rows, epochs)
         masks, changes = self._masks(document_keys(rows), epochs.astype(np.uint64)), []
         mixtures = self._mixtures(rows, epochs, shards)
         for row, clip in enumerate(clips_of(rows)):
-            bands = [zip(("frames", "mel bands"), mask.bands(clip.shape, row), strict=True) for mask in masks]
+            bands = [zip(("frames", "mel bands"), self._bands(clip.shape, mask[row]), strict=True) for mask in masks]
             mask_texts = [[f"{name} [{band.start}, {band.stop}) masked" for name, band in view] for view in bands]
             changes += [", ".join([*mixtures.get(row, []), *view]) for view in mask_texts]
         return changes
 
     def _mixtures(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> dict[int, list[str]]:
         """Share and partner of each mixed sound, in words, by its number."""
-        if (mixup := self.fetch.mixup) is None:
+        if not self.config.mixup:
             return {}
-        chosen, partners, shares = mixup.drawn(rows, epochs, shards.num_documents)
+        chosen, partners, shares = self.fetch.drawn(rows, epochs, shards.num_documents)
         partner_rows = shards.take(partners).select(["id", "source", "offset"]).to_pylist()
         phrases = (f"{partner['id'].hex()}, {partner['source']} at {partner['offset']}" for partner in partner_rows)
         drawn = zip(chosen.tolist(), shares.tolist(), phrases, strict=True)
         return {row: [f"{share:.3f} of it mixed with {1 - share:.3f} of {other}"] for row, share, other in drawn}
 
-    def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list["Bands"]:
-        """The masks of each view of n spectrograms, keyed by (seed, clip, epoch, view)."""
+    def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list[NDArray[np.float64]]:
+        """`(n, 4)` numbers in [0, 1) of each view: width and start of the masked frames and of the masked mel bands.
+
+        They are keyed by (seed, clip, epoch, view).
+        """
         # AudioCSE feeds one masked spectrogram twice
         views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
-        draws = (seeding.unit(seeding.words(self.seed, f"mask {view}", keys, epochs, 4)) for view in views)
-        return [Bands(self.config.masks, numbers) for numbers in draws]
+        return [seeding.unit(seeding.words(self.seed, f"mask {view}", keys, epochs, 4)) for view in views]
+
+    def _bands(self, shape: tuple[int, ...], draws: NDArray[np.float64]) -> tuple[slice, slice]:
+        """The masked frames and the masked mel bands of a clip of this shape, from four numbers of `_masks`."""
+        # half of a short clip always remains
+        limits = min(self.config.masks.time_mask, shape[0] // 2), min(self.config.masks.freq_mask, shape[1])
+        bands = []
+        for axis, limit in enumerate(limits):
+            width, start = draws[2 * axis : 2 * axis + 2]
+            size = int(width * (limit + 1))
+            first = int(start * (shape[axis] - size + 1))
+            bands.append(slice(first, first + size))
+        return bands[0], bands[1]
 
     def _images(self, rows: pa.Table) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """`(patches, F)` values in the order of a convolution's weights (channel, row, column), and numbers by view."""
@@ -116,7 +129,10 @@ class ClipCollator:
         for row, clip in enumerate(clips_of(rows)):
             count = len(clip)
             for mask in masks:
-                view = mask.applied(clip, row)
+                view = clip.copy()
+                frames, mels = self._bands(clip.shape, mask[row])
+                view[frames] = 0
+                view[:, mels] = 0
                 columns, bands = max(1, count // deep), view.shape[1] // wide
                 view = np.pad(view, ((0, max(0, deep - count)), (0, 0)))[: columns * deep, : bands * wide]
                 cut = view.reshape(columns, deep, bands, wide).transpose(0, 2, 1, 3)
@@ -124,41 +140,6 @@ class ClipCollator:
                 sizes.append(len(parts[-1]))
         empty = np.empty((0, deep * wide), np.float32)
         return np.concatenate([empty, *parts]), np.array(sizes, np.int64)
-
-
-@dataclass(frozen=True)
-class Bands:
-    """Masks of one view of n spectrograms, as four numbers in [0, 1) for each.
-
-    Attributes:
-        config: largest widths.
-        draws: `(n, 4)` width and start of the masked frames, and of the masked mel bands.
-    """
-
-    config: MaskConfig
-    draws: NDArray[np.float64]
-
-    def applied(self, clip: NDArray[np.float32], row: int) -> NDArray[np.float32]:
-        """`(frames, num_mel_bins)` values of a clip with both bands set to 0."""
-        if not (self.config.freq_mask or self.config.time_mask):
-            return clip
-        masked = clip.copy()
-        frames, mels = self.bands(clip.shape, row)
-        masked[frames] = 0
-        masked[:, mels] = 0
-        return masked
-
-    def bands(self, shape: tuple[int, ...], row: int) -> tuple[slice, slice]:
-        """The masked frames and the masked mel bands of a clip of this shape."""
-        # half of a short clip always remains
-        limits = min(self.config.time_mask, shape[0] // 2), min(self.config.freq_mask, shape[1])
-        bands = []
-        for axis, limit in enumerate(limits):
-            width, start = self.draws[row, 2 * axis : 2 * axis + 2]
-            size = int(width * (limit + 1))
-            first = int(start * (shape[axis] - size + 1))
-            bands.append(slice(first, first + size))
-        return bands[0], bands[1]
 
 
 def label_keys(rows: pa.Table) -> NDArray[np.int64]:

@@ -124,22 +124,6 @@ def _tiles(
         yield first, second, scores, same
 
 
-def by_rank_of_class(first: Tensor, second: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Cross entropy over cos(f1_i, f2_j) / t, whose target is the rank of i's label among the labels of the batch.
-
-    `new_supcon` of the released VisualCSE: the target is i's own second view, or one of its class, only by chance.
-
-    Args:
-        first: `(M, D)` first views.
-        second: `(M, D)` second views.
-        labels: `(M,)` int64.
-        temperature: t.
-    """
-    ranks = torch.unique(labels, return_inverse=True)[1]  # not i: 2% of targets are the own view (48 rows)
-    scores = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
-    return F.cross_entropy(scores / temperature, ranks)
-
-
 def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int64] | None) -> float | None:
     """Share of rows whose nearest neighbour, by cosine, is right; ties count against the encoder.
 
@@ -201,7 +185,7 @@ class NeighbourValidator:
 
     def views(self, rows: pa.Table) -> pa.Table:
         """Rows whose labels are compared, with whole images as views; others as they are."""
-        return self.collator.fetch.crops.whole(rows) if self.labelled and "image" in rows.column_names else rows
+        return self.collator.fetch.whole(rows) if self.labelled and "image" in rows.column_names else rows
 
 
 class Supcon(Objective[SupconConfig]):
@@ -237,12 +221,13 @@ class Supcon(Objective[SupconConfig]):
         """L_out of Khosla et al. times t / base_temperature; or the released form."""
         config, labels = self.config, batch.facts["label"]
         first, second = self.head(batch.views).unbind(1)
-        if config.reference_supcon:
-            loss = (
-                by_rank_of_class(first, second, labels, config.temperature)
-                if config.labels
-                else infonce(first, second, config.temperature, row_shard=batch.row_shard)
-            )
+        if config.reference_supcon and config.labels:
+            # `new_supcon` of the released VisualCSE: the target of i is the rank of its label among those of the batch,
+            # so it is i's own second view, or one of its class, only by chance (2% are the own view of 48 rows)
+            scores = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
+            loss = F.cross_entropy(scores / config.temperature, torch.unique(labels, return_inverse=True)[1])
+        elif config.reference_supcon:
+            loss = infonce(first, second, config.temperature, row_shard=batch.row_shard)
         else:
             groups = labels if config.labels else torch.arange(len(labels), device=labels.device)
             loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature, row_shard=batch.row_shard)

@@ -12,16 +12,15 @@ from tqdm import tqdm
 from declutr.common.console.terminal import lasting_streams, visible
 
 
-class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes each record on a separate line: clears a progress bar on the same stream and redraws it afterwards."""
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes each record on a separate line: clears a progress bar on the same stream and redraws it afterwards.
+
+    Escapes control characters, so that file names and texts cannot control the terminal.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):  # else the line would begin behind the bar
             super().emit(record)
-
-
-class _Visible(logging.Formatter):
-    """Escapes control characters in messages, so that file names and texts cannot control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
@@ -35,12 +34,12 @@ def setup_logging(role: str) -> None:
     lasting_streams()
     level = os.environ.get("DECLUTR_LOG", "")
     is_level = level.upper() in logging.getLevelNamesMapping()
-    handler = _BesideBars(sys.stderr)
-    handler.setFormatter(_Visible(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
+    handler = _Handler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("declutr")
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [handler]  # a second call must not write each line twice
     logger.setLevel(level.upper() if is_level else logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # nor a handler of the root logger, as other libraries set it
     if level and not is_level:
         logger.warning("DECLUTR_LOG = %s is no level; INFO is used. The others are DEBUG, WARNING and ERROR", level)
 

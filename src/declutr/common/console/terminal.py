@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as its base does."""
-        self._given = sys.argv[1:] if args is None else args
+        self._given = sys.argv[1:] if args is None else args  # `error` gets a text alone
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -189,7 +189,7 @@ class Output:
         if self.when_gone == "raise" or error.errno not in _GONE:
             raise error
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._stream.fileno())
+        os.dup2(nothing, self._stream.fileno())  # else Python's flush at its end fails, too
         os.close(nothing)
         if self.when_gone == "end":
             raise SystemExit(128 + signal.SIGPIPE)
@@ -205,7 +205,7 @@ def lasting_streams() -> None:
         if isinstance(stream, Output):
             stream.when_gone = "drop"
             continue
-        if hasattr(stream, "reconfigure"):
+        if hasattr(stream, "reconfigure"):  # a stream of a test or a notebook may lack it
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, Output(stream, None, "drop"))
 

@@ -12,7 +12,7 @@ from declutr.common.console.terminal import shorten
 from declutr.common.errors import redact, refusal
 
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
-_GOOGLE_RETRY_SECONDS = 15
+_GOOGLE_RETRY_SECONDS = 15  # then our own retries go on, with a message
 _AWS = re.compile(r"AWS Error (?P<code>.+?) during (?P<operation>\w+) operation: (?P<cause>.*)", re.DOTALL)
 _SHOWN_CHARACTERS = 300
 # A store's error, and the remedy; the first that matches.

@@ -1,31 +1,17 @@
-"""`declutr copy FROM TO`: a folder between this host and an object store, with checksums, as a whole or not at all.
+"""`declutr copy FROM TO`: a folder between this host and an object store, with checksums, as a whole or not at all."""
 
-Next to a fetched folder FOLDER, `.FOLDER.pulled` lists the files that were fetched. So the next `copy` can tell a file
-that it may replace from one that a user created or changed.
-"""
-
-import fcntl
+import contextlib
 import os
-import stat
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger, setup_logging
-from declutr.common.console.terminal import Parser, answered, excerpt
+from declutr.common.console.terminal import Parser, answered
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.paths import expand
-from declutr.common.storage import (
-    FileRecord,
-    Files,
-    atomic_folder,
-    decoded,
-    encoded,
-    put_back,
-    records,
-    refuse_names,
-    write_text,
-)
+from declutr.common.storage import FileRecord, atomic_folder, records, refuse_names
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 
@@ -34,10 +20,9 @@ PLAN = "plan.json"
 
 
 def fetch_all(remote: Folder, local: Path) -> int:
-    """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
+    """Fetches everything at an address to a folder of this host that is new or empty, or holds the same files already.
 
-    The address names a folder that was sent whole, or a folder of such folders and further files, like a run. `local`
-    is new, empty, or an unchanged copy that this function made.
+    The address names a folder that was sent whole, or a folder of such folders and further files, like a run.
 
     Returns:
         The number of files fetched.
@@ -48,7 +33,7 @@ def fetch_all(remote: Folder, local: Path) -> int:
         RemoteError: a preparation into that address is unfinished, `local` holds other files, the store refuses, or it
             did not answer in time.
     """
-    local = Path(os.path.realpath(local))
+    local = Path(os.path.realpath(local))  # a link stays; what it names is filled
     if local.is_mount():
         raise RemoteError(f"{local} is a mount point, which cannot be replaced; name a folder in it")
     available = _tree(remote)
@@ -59,22 +44,32 @@ def fetch_all(remote: Folder, local: Path) -> int:
             f"{remote.url} holds an unfinished preparation, so nothing was fetched; repeat its `declutr prepare`, or "
             "delete it"
         )
-    local.parent.mkdir(parents=True, exist_ok=True)
-    mark = local.with_name(f".{local.name}.pulled")
-    with local.with_name(f".{local.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        put_back(local)
-        stamps = _stamps(local)
-        here = _replaceable(local, mark, available)
-        new = [name for name, record in available.items() if record is None or here.get(name) != record]
-        if here != available:
-            get_logger().info("fetching %d of %d files from %s", len(new), len(available), remote.url)
-            with atomic_folder(local, replace=True) as aside:
-                here = remote.fetch_all(available, aside, local, here)
-                if _stamps(local) != stamps:
-                    raise RemoteError(f"{local} changed during the fetch and was not replaced; name a new folder")
-        write_text(mark, encoded(here).decode())
-    return len(new)
+    if local.exists() and not local.is_dir():
+        raise RemoteError(f"{local} is a file; name a folder")
+    if local.exists() and any(local.iterdir()):
+        if all((local / name).is_file() for name in available) and _is_copy(remote, local, available):
+            return 0
+        # Nothing is replaced: a file that differs may have been changed here.
+        raise RemoteError(
+            f"{local} holds files, and is no whole copy of {remote.url}. Nothing was fetched or deleted: name a new "
+            "folder, or delete this one yourself"
+        )
+    get_logger().info("fetching %d files from %s", len(available), remote.url)
+    with contextlib.suppress(FileNotFoundError):
+        local.rmdir()  # it is empty
+    with atomic_folder(local) as aside:
+        remote.fetch_all(available, aside)
+    return len(available)
+
+
+def _is_copy(remote: Folder, local: Path, available: Mapping[str, FileRecord | None]) -> bool:
+    """Returns True if a folder has these files of the address and no other."""
+    here = records(local)
+    if here.keys() != available.keys():
+        return False
+    with tempfile.TemporaryDirectory(dir=local.parent) as aside:  # only the bytes of a file in no list tell
+        remote.fetch_all({name: None for name, record in available.items() if record is None}, Path(aside))
+        return here == {**available, **records(Path(aside))}
 
 
 def _tree(remote: Folder) -> dict[str, FileRecord | None]:
@@ -95,45 +90,13 @@ def _tree(remote: Folder) -> dict[str, FileRecord | None]:
     return files
 
 
-def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and modification time of everything in a folder except its subfolders."""
-    facts = ((path, path.lstat()) for path in folder.rglob("*"))
-    return {path: (at.st_size, at.st_mtime_ns) for path, at in facts if not stat.S_ISDIR(at.st_mode)}
-
-
-def _replaceable(local: Path, mark: Path, available: Mapping[str, FileRecord | None]) -> Files:
-    """The files of a folder that may be replaced without losing a user's file.
-
-    Raises:
-        RemoteError: it is not a folder, or it holds files that `copy` did not fetch.
-    """
-    if not local.exists():
-        return {}
-    if not local.is_dir():
-        raise RemoteError(f"{local} is a file; name a folder")
-    foreign = [
-        path.relative_to(local).as_posix()
-        for path in sorted(local.rglob("*"))
-        if not (stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode))
-    ]
-    here = records(local) if not foreign else {}
-    fetched = decoded(mark.read_bytes(), str(mark)) if mark.is_file() else {}
-    foreign += [name for name, record in here.items() if record not in (fetched.get(name), available.get(name))]
-    if foreign:
-        raise RemoteError(
-            f"{local} holds files that `declutr copy` did not fetch, or that have changed since: {excerpt(foreign)}. "
-            "Nothing was fetched or deleted: name a new folder, or delete this one yourself"
-        )
-    return here
-
-
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `copy FROM TO`; returns the exit status."""
     parser = Parser(prog="declutr copy", description="Copy a folder to an object store or from there, with checksums.")
     address = "a folder, or an address: s3://..., gs://... or another protocol of fsspec"
     parser.add_argument("source", metavar="FROM", help=address)
-    parser.add_argument("target", metavar="TO", help=f"{address}; a folder is new, or the unchanged copy of before")
+    parser.add_argument("target", metavar="TO", help=f"{address}; a folder is new or empty")
     options = parser.parse_args(argv)
     source, target = options.source, options.target
     setup_logging("copy")

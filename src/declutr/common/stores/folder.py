@@ -3,7 +3,7 @@
 An object store has no rename. So the list of a folder's files with their SHA-256 and sizes is written last (`commit`).
 A folder without this list, or whose files differ from it, is incomplete.
 
-Every method raises RemoteError if the store refuses, or did not answer within the time of `retries`.
+Every method raises RemoteError if the store refuses, or did not answer within `retry_seconds`.
 """
 
 import contextlib
@@ -49,6 +49,9 @@ from declutr.common.stores.address import (
 )
 
 _CHUNK_BYTES = 8 * 2**20
+RETRY_SECONDS = 600.0
+"""Time for which a store that does not answer is asked again."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0  # between two attempts; each wait is twice as long
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 # Errors that a retry does not change, as Arrow words them.
 _FINAL = re.compile(
@@ -60,30 +63,16 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class RetryPolicy:
-    """Retry times for a store that does not answer."""
-
-    total_seconds: float = 600.0
-    """Time after which retrying stops."""
-    first_seconds: float = 0.5
-    """Wait before the second attempt; each further wait is twice as long."""
-    longest_seconds: float = 30.0
-
-
-DEFAULT_RETRIES = RetryPolicy()
-
-
-@dataclass(frozen=True)
 class Folder:
     """A folder at an address; names of its files have their folders separated by `/`.
 
     Attributes:
         url: the address, with its options at the end.
-        retries: of every request.
+        retry_seconds: time after which a request that has no answer is not sent again; 0: it is sent once.
     """
 
     url: str
-    retries: RetryPolicy = DEFAULT_RETRIES
+    retry_seconds: float = RETRY_SECONDS
 
     def at(self, name: str) -> str:
         """Address of a file in the folder."""
@@ -148,35 +137,21 @@ class Folder:
 
         return self._act(name, copy)
 
-    def fetch_all(
-        self,
-        files: Mapping[str, FileRecord | None],
-        target: Path,
-        before: Path | None = None,
-        unchanged: Mapping[str, FileRecord] | None = None,
-    ) -> Files:
-        """Fetches files to a folder of this host, several at a time; returns the files that it holds now.
-
-        The record of a file is None if its size and checksum are unknown. Files that an earlier copy, `before`, already
-        has are linked instead of fetched; `unchanged` has the records of its files.
+    def fetch_all(self, files: Mapping[str, FileRecord | None], target: Path) -> None:
+        """Fetches files to a folder of this host, several at a time; a record is None if size and checksum are unknown.
 
         Raises:
             AlteredError: a file is missing or differs from its record.
         """
 
-        def fetch(name: str) -> FileRecord:
+        def fetch(name: str) -> None:
             place, expected = target / name, files[name]
             place.parent.mkdir(parents=True, exist_ok=True)
-            if before is not None and expected is not None and (unchanged or {}).get(name) == expected:
-                place.hardlink_to(before / name)
-                return expected
-            record = self.fetch(name, place)
-            if expected is not None and record != expected:
+            if self.fetch(name, place) != expected and expected is not None:
                 raise AlteredError(f"{self.at(name)} is truncated or altered (checksum differs)")
-            return record
 
         with ThreadPoolExecutor(_FETCHES) as pool:
-            return dict(zip(files, pool.map(fetch, files), strict=True))
+            list(pool.map(fetch, files))  # `list`: `map` alone raises nothing
 
     def pull(self, name: str, local: Path) -> bool:
         """Fetches one file and replaces the local one; returns False if the remote file does not exist."""
@@ -271,7 +246,7 @@ class Folder:
         for name in sent:
             self.put(name, local / name)
         self.commit(new)
-        for name in sorted(set(old or ()) - set(new)):
+        for name in sorted(set(old or ()) - set(new)):  # after the list: a rest does no harm
             self.delete(name)
         return len(sent)
 
@@ -296,6 +271,7 @@ class Folder:
         local.parent.mkdir(parents=True, exist_ok=True)
         with local.with_name(f".{local.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # another process may have fetched it meanwhile
             if not local.exists() or (renew and records(local) != files):
                 with atomic_folder(local, replace=True) as aside:
                     self.fetch_all(files, aside)
@@ -336,7 +312,7 @@ class Folder:
                 files, place, _ = filesystem(url)
         except OSError as error:
             raise RemoteError(f"{redact(url)}: {explained(error)}") from error
-        began, wait, logged = time.monotonic(), self.retries.first_seconds, False
+        began, wait, logged = time.monotonic(), _FIRST_WAIT_SECONDS, False
         while True:
             try:
                 with network_errors():
@@ -350,14 +326,13 @@ class Folder:
                 cause, away = explained(error), time.monotonic() - began
                 if isinstance(error, PermissionError) or _FINAL.search(str(error)):
                     raise RemoteError(f"{url} refuses: {cause}") from error
-                if away + wait > self.retries.total_seconds:
+                if away + wait > self.retry_seconds:
                     raise RemoteError(f"{url} has not answered for {away:.0f} s, the last error: {cause}") from error
                 if not logged:
-                    seconds = self.retries.total_seconds
-                    get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, seconds)
+                    get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, self.retry_seconds)
                 logged = True
                 time.sleep(wait)
-                wait = min(2 * wait, self.retries.longest_seconds)
+                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
         if logged:
             get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
         return answer

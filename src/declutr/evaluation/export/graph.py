@@ -53,7 +53,7 @@ class _Graph(nn.Module):
         if self.pooling == "cls":
             pooled = hidden[:, 0]
         elif self.pooling == "max":
-            pooled = (hidden + (1 - mask) * torch.finfo(hidden.dtype).min).amax(dim=1)
+            pooled = (hidden + (1 - mask) * torch.finfo(hidden.dtype).min).amax(dim=1)  # not -inf, which times 0 is NaN
         else:
             if self.pooling == "mean_without_cls":
                 hidden, mask = hidden[:, 1:], mask[:, 1:]
@@ -130,11 +130,8 @@ def _trace(graph: nn.Module, path: Path, device: torch.device, opset: int) -> No
 def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
     """Rewrite what onnxruntime computes slowly on a CPU, without another result.
 
-    Add before LayerNormalization becomes Sum, and attention takes `(texts, tokens, hidden)`.
-
-    Args:
-        model: the graph, changed in place.
-        config: of the encoder, with its number of heads.
+    The graph is changed in place: Add before LayerNormalization becomes Sum, and attention takes
+    `(texts, tokens, hidden)`. `config` is the encoder's, with its number of heads.
     """
     nodes = model.graph.node
     producers = {name: node for node in nodes for name in node.output}
@@ -144,10 +141,10 @@ def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
             # onnxruntime would fuse Add to SkipLayerNormalization, whose kernel takes two to six times as long as both.
             added.op_type = "Sum"
     heads = getattr(config, "num_attention_heads", None)
-    if not heads or getattr(config, "num_key_value_heads", heads) != heads:
+    if not heads or getattr(config, "num_key_value_heads", heads) != heads:  # below, both have one number
         return model
     users = _users(model.graph)
-    for node in [item for item in nodes if item.op_type == "Attention"]:
+    for node in [item for item in nodes if item.op_type == "Attention"]:  # a list, because nodes are removed
         before = [_reshaped(name, producers) for name in node.input[:3]]
         after = _only(node, "Transpose", users)
         end = _only(after, "Reshape", users) if after else None
@@ -198,9 +195,7 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
 def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
     """Replace a graph in float32 by one in integers; return its number of linear layers.
 
-    Args:
-        path: file of the graph.
-        inputs: batches of texts that decide the ranges of activations.
+    `inputs` are batches of texts that decide the ranges of activations.
     """
     model = onnx.load(path)
     graph = model.graph
@@ -231,10 +226,10 @@ def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
         if node.output[0] not in added
         for new_node in replaced.get(node.output[0], [node])
     ]
-    del graph.node[:]
+    del graph.node[:]  # protobuf refuses to assign to a repeated field
     graph.node.extend(nodes)
     _drop_unused(graph)
-    model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))  # an ONNX model lists each set of operators that it uses
     onnx.save(model, path)
     return len(layers)
 
@@ -252,14 +247,14 @@ def _ranges(
 ) -> dict[str, tuple[float, float]]:
     """Least and largest value of each tensor, 0 included."""
     watched = onnx.ModelProto()
-    watched.CopyFrom(model)
+    watched.CopyFrom(model)  # a copy: the export has one output
     distinct = list(dict.fromkeys(names))  # queries, keys and values read one tensor
     kept = {output.name for output in watched.graph.output}
     watched.graph.output.extend(
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in distinct if name not in kept
     )
     session = session_of(watched.SerializeToString())
-    ranges = dict.fromkeys(distinct, (0.0, 0.0))
+    ranges = dict.fromkeys(distinct, (0.0, 0.0))  # with 0, which is an integer of its own, the zero point
     for batch in inputs:
         for name, value in zip(distinct, session.run(distinct, batch), strict=True):
             ranges[name] = min(ranges[name][0], float(value.min())), max(ranges[name][1], float(value.max()))
@@ -279,7 +274,7 @@ def _bias(
 
 def _activation(graph: onnx.GraphProto, name: str, ends: tuple[float, float]) -> list[str]:
     """Names of a tensor, its scale and its zero point."""
-    scale = np.float32(max((ends[1] - ends[0]) / 255, 1e-12))
+    scale = np.float32(max((ends[1] - ends[0]) / 255, 1e-12))  # an input of zeros has no range
     zero = np.uint8(np.clip(np.rint(-ends[0] / scale), 0, 255))
     return [name, _constant(graph, f"{name}.scale", np.array(scale)), _constant(graph, f"{name}.zero", np.array(zero))]
 

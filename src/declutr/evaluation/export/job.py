@@ -1,34 +1,42 @@
 """`declutr export`: an encoder as a graph or a table, measured before its folder takes its name.
 
 The measurement: agreement with its encoder, scores of both, bytes, and texts a second on this machine.
+
+A table of token vectors is made from an encoder and a corpus, without training. A WordPiece vocabulary of the corpus is
+made first, so that each of its frequent words is a token. The encoder embeds each token t; the embeddings are reduced
+to their principal components c(t), and each is weighted by the token's share p(t) of the corpus, as in SIF (Arora et
+al. 2017): v(t) = c(t) a / (a + p(t)), a = 1e-4.
 """
 
+import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
 
 from declutr.common.bootstrap import compare, spearman
 from declutr.common.errors import EncoderError
 from declutr.common.storage import atomic_folder, read_json, write_json, write_text
-from declutr.encoders.exported import GRAPH, SETTINGS, TABLE, StaticEncoder, padded
+from declutr.encoders.exported import GRAPH, MODULE, SETTINGS, TABLE, WEIGHT, StaticEncoder, padded
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.export.inputs import ExportConfig, Inputs
-from declutr.evaluation.export.static import write_static
 from declutr.evaluation.retrieval.compare import differences, general_sentences, score_encoder, stsb_values
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 
 _ROUNDS = 5
 _SEED = 0
-TORCH = "torch"
-"""Name of the encoder itself among the sides of the timing."""
 
 
 def measure(
@@ -49,7 +57,7 @@ def measure(
     figures |= {"cosine": None, "cosine_least": None}
     if not isinstance(after, StaticEncoder):  # whose principal components are another basis
         cosines = (unit_rows(first.astype(np.float64)) * unit_rows(second.astype(np.float64))).sum(axis=1)
-        filled = cosines[np.abs(first).max(axis=1) > 0]
+        filled = cosines[np.abs(first).max(axis=1) > 0]  # a null embedding has no cosine
         figures |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
     if stsb is not None:
         comparison = compare(stsb_values(before, stsb), stsb_values(after, stsb), _SEED, spearman)
@@ -62,7 +70,7 @@ def measure(
             name: {"before": comparison.before, "after": comparison.after, "interval": comparison.interval}
             for name, comparison in differences(*rows).items()
         }
-    return figures | _timed({TORCH: before, **floats}, after, texts)
+    return figures | _timed({"torch": before, **floats}, after, texts)
 
 
 def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts: list[str]) -> dict[str, Any]:
@@ -186,13 +194,15 @@ def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) 
             write_static(encoder, inputs.corpus, aside, config.vocabulary_size, config.dimensions)
         else:
             floats = _write_onnx(config, encoder, texts, aside)
-        after = load_encoder(str(aside), device="cpu")
+        after, weights = load_encoder(str(aside), device="cpu"), list[Tensor]()  # what was written, as users load it
+        if isinstance(encoder, TransformerEncoder):  # those in float32 with which embeddings are computed
+            weights = [*encoder.encoder.model.base_model.parameters(), *encoder.after.parameters()]
         figures: dict[str, Any] = {
             "name": config.to,
             "model": config.model,
             "fingerprint": encoder.fingerprint,
             "prompt": getattr(encoder, "prompt", ""),
-            "bytes_before": _weight_bytes(encoder) if isinstance(encoder, TransformerEncoder) else None,
+            "bytes_before": 4 * sum(map(Tensor.numel, weights)) or None,
             "bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size,
         }
         if inputs.corpus_facts is not None:
@@ -214,7 +224,7 @@ def _write_onnx(
         EncoderError: the encoder is no transformer, or the graph gives other embeddings.
     """
     if not isinstance(encoder, TransformerEncoder):
-        raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX; word vectors have no graph")
+        raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX")
     from declutr.evaluation.export.graph import OPSETS, quantize, write_graph
 
     problems = []
@@ -241,12 +251,6 @@ def _write_onnx(
     return {"onnx": graph}
 
 
-def _weight_bytes(encoder: TransformerEncoder) -> int:
-    """Bytes of the weights in float32 with which embeddings are computed."""
-    modules: tuple[torch.nn.Module, ...] = (encoder.encoder.model.base_model, encoder.after)
-    return sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
-
-
 def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str]]:
     """The user's texts that set the ranges of integers, and the texts that are measured."""
     if inputs.measured or config.to != "onnx-int8":
@@ -259,3 +263,87 @@ def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str
 def _spread(texts: Sequence[str]) -> list[str]:
     """At most `_TEXTS` texts, evenly spread."""
     return list(texts[:: -(-len(texts) // _TEXTS) or 1])
+
+
+_CONTINUED, _UNKNOWN = "##", "[UNK]"
+_A = 1e-4  # the best of four on STS-B's test set (docs/evidence/log.md)
+_MIN_TOKENS = 100
+
+
+def write_static(
+    encoder: SentenceEncoder, texts: Sequence[str], folder: Path, vocabulary_size: int, dimensions: int
+) -> None:
+    """Write the table of at most that size, its tokenizer, and the files by which sentence-transformers loads them.
+
+    Raises:
+        EncoderError: the corpus has too few different words.
+    """
+    tokenizer = _tokenizer(encoder, texts, vocabulary_size)
+    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    if len(tokens) < _MIN_TOKENS:
+        raise EncoderError(f"--corpus: has {len(tokens):,} tokens; a table needs at least {_MIN_TOKENS}")
+    counts = np.zeros(len(tokens), np.int64)
+    for row in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+        np.add.at(counts, row.ids, 1)  # `counts[row.ids] += 1` counts a token of a text once
+    # a continuation is embedded as the letters it is
+    vectors = encoder.encode([token.removeprefix(_CONTINUED) for token in tokens]).astype(np.float64)
+    weights = _A / (_A + counts / max(1, counts.sum()))
+    table = _components(vectors, dimensions) * weights[:, None]
+    table[tokens.index(_UNKNOWN)] = 0  # it stands for any word
+    save_file({WEIGHT: torch.from_numpy(table.astype(np.float32))}, folder / TABLE)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kinds = {MODULE: "", "Normalize": "1_Normalize"}
+    (folder / "1_Normalize").mkdir()
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (kind, path) in enumerate(kinds.items())
+    ]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "1_Normalize/config.json", {})  # a folder without files would be lost in git
+    write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine", "prompts": {}})
+
+
+def _tokenizer(encoder: SentenceEncoder, texts: Sequence[str], size: int) -> Tokenizer:
+    """WordPiece of the texts, in lower case if the encoder's tokenizer is."""
+    lower = False
+    if isinstance(encoder, TransformerEncoder):
+        normalizer = json.loads(encoder.engine().to_str())["normalizer"]
+        # BERT's option, or a step of any sequence
+        lower = '"lowercase": true' in json.dumps(normalizer) or '"Lowercase"' in json.dumps(normalizer)
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=lower), pre_tokenizers.BertPreTokenizer()
+    counts = Counter(letter for text in texts for letter in normalizer.normalize_str(text) if not letter.isspace())
+    # sorted twice, so that ties are in the order of code points
+    letters = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[: size // 4]
+    trained = _with(models.WordPiece(unk_token=_UNKNOWN), normalizer, pre_tokenizer)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        show_progress=False,
+        # Named here, because the trainer would number them in the order of a hash table, and ties follow the numbers.
+        special_tokens=[_UNKNOWN, *(_CONTINUED + letter for letter in letters)],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        continuing_subword_prefix=_CONTINUED,
+    )
+    trained.train_from_iterator(texts, trainer)
+    vocabulary = models.WordPiece(
+        trained.get_vocab(), unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUED, max_input_chars_per_word=100
+    )
+    return _with(vocabulary, normalizer, pre_tokenizer)  # without special tokens, which are found inside of words
+
+
+def _with(model: models.Model, normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    return tokenizer
+
+
+def _components(vectors: NDArray[np.float64], max_components: int) -> NDArray[np.float64]:
+    """Principal components `(tokens, min(most, size))`, each with a positive largest weight."""
+    centered = vectors - vectors.mean(axis=0)
+    # reversed, because eigenvalues ascend
+    directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :max_components]
+    # an eigenvector may have either
+    signs = np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
+    components: NDArray[np.float64] = centered @ (directions * signs)
+    return components

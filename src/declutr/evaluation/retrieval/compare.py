@@ -45,7 +45,7 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
         raise EncoderError("an embedding is not finite, so that texts have no order")
     rows = np.empty((len(relevant), len(MEASURES)))
     for row, (values, targets) in enumerate(zip(scores, relevant, strict=True)):
-        own = np.sort(values[list(targets)])[::-1]
+        own = np.sort(values[list(targets)])[::-1]  # the highest first, because place 0 is the one of `_first`
         before = ahead(values[None], own, tie=0.0).astype(np.int64)
         ties = ahead(values[None], own, tie=1.0).astype(np.int64) - before  # texts with this score, itself included
         # a text is at each position of its ties equally often
@@ -96,6 +96,7 @@ class RetrievalScores:
         facts = {}
         for name, column in zip(MEASURES, self.values.T, strict=True):
             rows = grouped(column, self.answers)  # queries of one answer are right or wrong together
+            # the interval of a score is that of its difference to 0
             zeros = grouped(np.zeros_like(column), self.answers)
             interval = paired_interval(zeros, rows, SEED, share) if len(rows) >= MIN_ROWS else None
             facts[name] = {"value": float(column.mean()), "interval": interval}
@@ -129,6 +130,7 @@ def score_encoder(
     The score of a text is that of its best window.
     """
     whole, owners = embed_windows(encoder, test.texts)
+    # the squared length of the mean of unit vectors is the mean cosine of any two
     if (cosine := float(np.square(whole.mean(axis=0, dtype=np.float64)).sum())) > _COLLAPSED and len(test.texts) > 1:
         get_logger().warning(
             "%s: its embeddings are nearly equal (mean cosine %.4f), so its order of texts is chance",

@@ -56,26 +56,18 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
     """Read tests from `folder/nanobeir`.
 
     Raises:
-        DataError: files are missing, too large or damaged, or a test is empty; with all problems.
+        DataError: files are missing, with all of them, or one is too large or damaged, or a test is empty.
     """
-    root, tests, problems = folder / SET, list[NanoTest](), list[str]()
+    root = folder / SET
     parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
     lacking = {name: ", ".join(part for part in _PARTS if not parts[name][part]) for name in names}
     if any(lacking.values()):
         listing = ", ".join(f"{name} ({gone})" for name, gone in lacking.items() if gone)
-        problems.append(
+        raise DataError(
             f"{root} lacks the Parquet files of {listing}; the project fetches none, this does: hf download "
             f"zeta-alpha-ai/NAME --repo-type dataset --local-dir {root}/NAME"
         )
-    for name in names:
-        try:
-            if not lacking[name]:
-                tests.append(_read(name, parts[name]))
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
-        raise DataError("\n".join(problems))
-    return tests
+    return [_read(name, parts[name]) for name in names]
 
 
 def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
@@ -100,6 +92,7 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
 
 def _files(root: Path, name: str, part: str) -> list[Path]:
     """The files of a part: in a folder of the test, or in one of the part whose splits are the tests."""
+    # sorted, because a file system lists a folder in any order
     return sorted((root / name / part).glob("*.parquet")) or sorted((root / part).glob(f"{name}-*.parquet"))
 
 

@@ -54,7 +54,7 @@ class RetrievalTest:
         queries, texts = _alike(self.queries), number + (_alike(self.texts) if self.texts else np.arange(size - number))
         edges = coo_array((np.ones(len(pairs)), (queries[pairs[:, 0]], texts[pairs[:, 1]])), shape=(size, size))
         components = connected_components(edges, directed=False)[1][queries]
-        answers: NDArray[np.int64] = np.unique(components, return_inverse=True)[1]
+        answers: NDArray[np.int64] = np.unique(components, return_inverse=True)[1]  # without those of texts alone
         return answers
 
     @property
@@ -142,12 +142,7 @@ def join_pairs(
 ) -> RetrievalTest:
     """The test of distinct queries and the relevant texts of each.
 
-    Args:
-        pairs: their file.
-        rows: the pairs.
-        number: numbers of the texts by text or id.
-        texts: that are searched; empty if they are elsewhere.
-        where: the name of the texts.
+    `number` has the numbers of the texts by text or id. The `texts` of `where` may be elsewhere, and are then empty.
 
     Raises:
         DataError: a pair names none of the texts.
@@ -172,6 +167,7 @@ def join_pairs(
 
 def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
     value = row.get(name)
+    # ids may be numbers in JSON; True is an int, and no id
     if isinstance(value, int) and not isinstance(value, bool) and name == "id":
         value = str(value)
     if not isinstance(value, str) or not value.strip():
@@ -193,6 +189,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with path.open(encoding="utf-8-sig", newline="") as stream:  # spreadsheets write a byte order mark
             if path.suffix in _CSV:
                 csv.field_size_limit(MOST_BYTES)  # 131,072 characters by itself; readers of corpora set their own
+                # strict: else a quote that nothing closes takes the rest of the file as one text
                 reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
                 for row in reader:
                     if path.suffix == ".tsv" and any("\t" in cell for cell in row.values() if isinstance(cell, str)):

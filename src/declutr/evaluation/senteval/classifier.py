@@ -6,8 +6,6 @@ on a GPU, which has another random generator. The fits run on a CPU.
 
 Sets of a task whose passes have the same number of batches are fitted together, all decays of a set on the same rows
 (`network.py`). After every dev score, stopped fits are removed from the arrays.
-
-Batches of many fits in parallel: the rows each fit sees at each step, and its dropout factors.
 """
 
 import itertools
@@ -25,115 +23,10 @@ from declutr.evaluation.senteval.network import ClassifierConfig, Network, Updat
 Stream = tuple[int, int]  # `TrainingSet.stream`
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Row numbers of S sets in one padded array."""
-
-    rows: Tensor
-    """(S, longest), padded with 0."""
-    sizes: Tensor
-    """(S,) numbers of real rows."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Rows]) -> "Padded":
-        """Pad every set to the longest."""
-        sets = [torch.from_numpy(own) for own in rows]
-        return cls(torch.nn.utils.rnn.pad_sequence(sets, batch_first=True), torch.tensor(list(map(len, sets))))
-
-    def __getitem__(self, sets: slice | Tensor) -> "Padded":
-        return Padded(self.rows[sets], self.sizes[sets])
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One step of S sets."""
-
-    rows: Tensor
-    """(S, B) row numbers of the training table."""
-    labels: Tensor
-    """(S, B)."""
-    weight: float | Tensor
-    """Weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding."""
-    kept: Tensor | None
-    """(S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout."""
-
-
-class Schedule:
-    """Batches of sets whose passes have the same number of batches.
-
-    Sets of one stream see the same positions and the same dropout, because every official fit starts from one seed.
-
-    `labels` (N,) are those of the training table. `start` is the generator after drawing the starting weights; dropout
-    continues its sequence.
-    """
-
-    def __init__(
-        self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig, start: torch.Generator
-    ) -> None:
-        self.members = Padded.of([s.train for s in sets])
-        self._labels, self._config = labels, config
-        self._streams = [s.stream for s in sets]
-        # every official fit of a size starts from one seed
-        self._orders = {stream: orders(config.seed, *stream) for stream in self._streams}
-        self._passes: list[dict[Stream, Rows]] = []
-        dropped = config.num_hidden > 0 and config.dropout > 0
-        self._dropout = {stream: start.clone_state() for stream in self._streams} if dropped else {}
-        self._next_dropout = dict(self._dropout)
-
-    def draw(self, num_passes: int) -> None:
-        """Draw the orders of the next passes."""
-        current = dict.fromkeys(self._streams)
-        self._passes = [{stream: next(self._orders[stream]) for stream in current} for _ in range(num_passes)]
-        self._dropout = dict(self._next_dropout)
-
-    def keep(self, places: Tensor) -> None:
-        """Continue with these sets only."""
-        self.members = self.members[places]
-        self._streams = [self._streams[place] for place in places.tolist()]
-
-    def batches(self, block: slice) -> Iterator[Batch]:
-        """Every batch of the drawn passes, for some of the sets; read it to the end, block after block."""
-        members, streams = self.members[block], self._streams[block]
-        # Blocks that share a stream draw the same factors, each from a copy.
-        dropout = {stream: self._dropout[stream].clone_state() for stream in streams} if self._dropout else {}
-        for permutations in self._passes:
-            yield from self._one_pass(members, streams, permutations, dropout)
-        self._next_dropout |= dropout
-
-    def _one_pass(
-        self,
-        members: Padded,
-        streams: list[Stream],
-        permutations: dict[Stream, Rows],
-        dropout: dict[Stream, torch.Generator],
-    ) -> Iterator[Batch]:
-        batch_size = self._config.batch_size
-        longest, shortest = int(members.sizes.max()), int(members.sizes.min())
-        tail = np.arange(longest)
-        positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
-        order = torch.from_numpy(np.stack([positions[stream] for stream in streams]))
-        rows = members.rows.gather(1, order)
-        labels = self._labels[rows]
-        for start in range(0, longest, batch_size):
-            width = min(batch_size, longest - start)
-            weight: float | Tensor = 1 / batch_size
-            if start + batch_size > shortest:
-                counts = (members.sizes - start).clamp(max=batch_size)[:, None]
-                weight = ((torch.arange(width) < counts) / counts)[:, None, None]
-            part = slice(start, start + width)
-            kept = self._kept(streams, dropout, start, width) if dropout else None
-            yield Batch(rows[:, part], labels[:, part], weight, kept)
-
-    def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int, width: int) -> Tensor:
-        """Dropout factors that `torch.nn.Dropout` would draw on a CPU for a batch (B, H) in each set's stream."""
-        num_hidden, keep = self._config.num_hidden, 1 - self._config.dropout
-        drawn = {}
-        for stream in dict.fromkeys(streams):
-            count = min(width, stream[1] - start)
-            factors = torch.zeros(num_hidden, width)
-            factors[:, :count] = torch.empty(count, num_hidden).bernoulli_(keep, generator=dropout[stream]).mT
-            drawn[stream] = factors.div_(keep)
-        return torch.stack([drawn[stream] for stream in streams])[:, None]
+def _padded(rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+    """Row numbers of S sets, (S, longest), padded with 0, and the (S,) numbers of real ones."""
+    sets = [torch.from_numpy(own) for own in rows]
+    return torch.nn.utils.rnn.pad_sequence(sets, batch_first=True), torch.tensor(list(map(len, sets)))
 
 
 @dataclass(frozen=True)
@@ -146,32 +39,17 @@ class Examples:
 
 
 def examples(features: Table, labels: ArrayLike) -> Examples:
-    """Combine features with their classes.
-
-    Raises:
-        ValueError: the number of labels differs from the number of rows.
-    """
-    classes = torch.as_tensor(np.asarray(labels, np.int64))
-    if len(features) != len(classes):
-        raise ValueError(f"{len(features)} embeddings but {len(classes)} labels")
-    return Examples(features, classes)
+    """Combine features with their classes."""
+    return Examples(features, torch.as_tensor(np.asarray(labels, np.int64)))
 
 
 @dataclass(frozen=True)
 class Fits:
     """Fitted classifiers of S sets and R decays, each in its best state."""
 
-    num_right: NDArray[np.int64]
-    """(S, R) correctly classified dev examples."""
-    num_dev: NDArray[np.int64]
-    """(S,) dev examples."""
+    accuracies: NDArray[np.float64]
+    """(S, R) best dev accuracies, in [0, 1]."""
     network: Network
-    num_scores: NDArray[np.int64]
-    """(S, R) dev scores until the fit stopped."""
-
-    def accuracies(self, sets: slice = slice(None)) -> NDArray[np.float64]:
-        """Best dev accuracies (sets, R), in [0, 1]."""
-        return self.num_right[sets] / self.num_dev[sets, None]
 
     def predict(
         self, of_set: int, decay: int, features: Table, rows: NDArray[np.int64] | None = None
@@ -180,7 +58,7 @@ class Fits:
         fit = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
         buffer = BlockBuffer(features, 1, 1)
         places = torch.from_numpy(np.arange(len(features)) if rows is None else rows)
-        chosen = [fit.forward(buffer.take(part[None])).logits[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
+        chosen = [fit.forward(buffer.take(part[None]))[-1][0, 0].argmax(0) for part in places.split(buffer.num_rows)]
         return torch.cat(chosen).numpy()
 
 
@@ -196,13 +74,7 @@ def fit_many(
 
     `TrainingSet.train` numbers the examples of `train`, `TrainingSet.dev` those of `dev`, which may be the same. The
     weight decays are (R,) for every set or (S, R); those of `config` are ignored.
-
-    Raises:
-        ValueError: a label is not in [0, C).
     """
-    for name, labels in (("train", train.labels), ("dev", dev.labels)):
-        if int(labels.min()) < 0 or int(labels.max()) >= num_classes:
-            raise ValueError(f"{name} labels must be 0 to {num_classes - 1}, found {labels.unique().tolist()[:20]}")
     set_decays = np.asarray(decays, np.float64)
     set_decays = np.broadcast_to(set_decays, (len(sets), set_decays.shape[-1]))
     parts = []
@@ -219,10 +91,8 @@ def fit_many(
     back = np.argsort(places)
     states = zip(*(part.network.parameters for part in parts), strict=True)
     return Fits(
-        np.concatenate([part.num_right for part in parts])[back],
-        np.concatenate([part.num_dev for part in parts])[back],
+        np.concatenate([part.accuracies for part in parts])[back],
         Network([torch.cat(parameters)[torch.from_numpy(back)] for parameters in states]),
-        np.concatenate([part.num_scores for part in parts])[back],
     )
 
 
@@ -241,16 +111,20 @@ class _Group:
         self.train, self.dev, self.config = train, dev, config
         self.classes = torch.arange(num_classes)[:, None]
         start = torch.Generator().manual_seed(config.seed)  # as torch.manual_seed of the official code
-        hidden = [config.num_hidden] if config.num_hidden else []
-        widths = itertools.pairwise([train.features.width, *hidden, num_classes])
-        parameters = [p for pair in widths for p in linear_start(*pair, start)]
+        widths = filter(None, (train.features.width, config.num_hidden, num_classes))  # without hidden units, one layer
+        parameters = [p for pair in itertools.pairwise(widths) for p in linear_start(*pair, start)]
+        # contiguous: expanded tensors share the memory of one fit
         self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in parameters])
-        self.best = Network([torch.empty_like(p) for p in self.network.parameters])
+        self.best = Network([torch.empty_like(p) for p in self.network.parameters])  # the first score fills it
         decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
-        self.schedule = Schedule(sets, train.labels, config, start)
-        self.dev_members = Padded.of([s.dev for s in sets])
-        self.num_dev = np.array([len(s.dev) for s in sets])
+        # every official fit of a size starts from one seed: sets of one stream see the same positions and dropout
+        self.streams = [s.stream for s in sets]
+        self.orders = {stream: orders(config.seed, *stream) for stream in self.streams}
+        dropped = config.num_hidden > 0 and config.dropout > 0
+        self.dropout = dict.fromkeys(self.streams, start) if dropped else {}  # goes on after the starting weights
+        self.members, self.sizes = _padded([s.train for s in sets])
+        self.dev_members, self.dev_sizes = _padded([s.dev for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
 
     def fit(self) -> Fits:
@@ -258,8 +132,8 @@ class _Group:
         config = self.config
         shape = (len(self.set_places), len(self.decay_places))
         # -1: the first score is always a new best
-        best_right, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
-        running = np.ones(shape, bool)
+        best_right, misses = np.full(shape, -1), np.zeros(shape, int)
+        running, num_dev = np.ones(shape, bool), self.dev_sizes.numpy()[:, None]
         num_passes = 0
         while running.any() and num_passes <= config.max_epoch:
             self._train()
@@ -269,29 +143,68 @@ class _Group:
             better = running[here] & (right > best_right[here])
             self._keep(better)
             best_right[here] = np.where(better, right, best_right[here])
-            scores[here] += running[here]
             missed = running[here] & ~better
             running[here] &= ~(missed & (misses[here] >= config.tenacity))
             misses[here] += missed  # in total, not in a row: so counts the official code
             self._compact(running[here])
-        return Fits(best_right, self.num_dev, self.best, scores)
+        return Fits(best_right / num_dev, self.best)
 
     def _train(self) -> None:
         """Train every remaining set for `epoch_size` passes, block after block of sets."""
         num_sets = self.network.num_sets
         buffer = BlockBuffer(self.train.features, num_sets, self.config.batch_size)
-        self.schedule.draw(self.config.epoch_size)
+        current = dict.fromkeys(self.streams)
+        passes = [{stream: next(self.orders[stream]) for stream in current} for _ in range(self.config.epoch_size)]
+        before = self.dropout
         for block in buffer.blocks(num_sets):
             network, updates = self.network.narrow(block), self.updates.narrow(block)
             gradients = [torch.empty_like(p) for p in network.parameters]
-            for batch in self.schedule.batches(block):
-                done = network.forward(buffer.take(batch.rows), batch.kept)
-                wrong = torch.softmax(done.logits, dim=2)  # minus the truth: the gradient of the cross entropy
-                wrong -= (batch.labels[:, None, None] == self.classes).float()
-                wrong *= batch.weight
-                network.backward(done, wrong, gradients)
+            # blocks that share a stream draw the same factors, each from a copy
+            dropout = {stream: before[stream].clone_state() for stream in self.streams[block] if before}
+            for places, labels, weight, kept in self._batches(block, passes, dropout):
+                rows = buffer.take(places)
+                outputs = network.forward(rows, kept)
+                wrong = torch.softmax(outputs[-1], dim=2)  # minus the truth: the gradient of cross entropy
+                wrong -= (labels[:, None, None] == self.classes).float()
+                wrong *= weight
+                network.backward(rows, kept, outputs, wrong, gradients)
                 updates.step(network.parameters, gradients)
+            self.dropout = self.dropout | dropout
         self.updates.num_steps = updates.num_steps  # a view counts its own steps
+
+    def _batches(
+        self, block: slice, passes: list[dict[Stream, Rows]], dropout: dict[Stream, torch.Generator]
+    ) -> Iterator[tuple[Tensor, Tensor, float | Tensor, float | Tensor]]:
+        """Every batch of some passes, for some of the sets.
+
+        Yields:
+            (S, B) row numbers of the training table, their labels, the weight of each row in its set's mean loss: a
+            number, or (S, 1, 1, B) with 0 for padding; and dropout's factors 0 or 1/(1-p), (S, 1, H, B), or 1 without.
+        """
+        members, sizes, batch_size = self.members[block], self.sizes[block], self.config.batch_size
+        streams, longest, shortest = self.streams[block], int(sizes.max()), int(sizes.min())
+        tail = np.arange(longest)
+        for permutations in passes:
+            positions = {s: np.concatenate([permutations[s], tail[s[1] :]]) for s in dict.fromkeys(streams)}
+            order = torch.from_numpy(np.stack([positions[stream] for stream in streams]))
+            rows = members.gather(1, order)
+            labels = self.train.labels[rows]
+            for start in range(0, longest, batch_size):
+                width = min(batch_size, longest - start)
+                weight: float | Tensor = 1 / batch_size
+                if start + batch_size > shortest:
+                    counts = (sizes - start).clamp(max=batch_size)[:, None]
+                    weight = ((torch.arange(width) < counts) / counts)[:, None, None]
+                part = slice(start, start + width)
+                yield rows[:, part], labels[:, part], weight, self._kept(streams, dropout, start) if dropout else 1.0
+
+    def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int) -> Tensor:
+        """Factors that `torch.nn.Dropout` would draw on a CPU for the batch from `start` on, (B, H) in each stream."""
+        config, drawn = self.config, {}
+        for stream, generator in dropout.items():
+            factors = torch.empty(min(config.batch_size, stream[1] - start), config.num_hidden)
+            drawn[stream] = factors.bernoulli_(1 - config.dropout, generator=generator).div_(1 - config.dropout)
+        return torch.nn.utils.rnn.pad_sequence([drawn[s] for s in streams], batch_first=True).mT[:, None]
 
     def _score(self) -> NDArray[np.int64]:
         """(S, R) dev examples that are classified correctly now."""
@@ -299,12 +212,12 @@ class _Group:
         buffer = BlockBuffer(self.dev.features, num_sets, self.config.batch_size)
         counts = []
         for block in buffer.blocks(num_sets):
-            network, members = self.network.narrow(block), self.dev_members[block]
-            right = torch.zeros(len(members.sizes), len(self.decay_places), dtype=torch.int64)
-            for number, rows in enumerate(members.rows.split(buffer.num_rows, dim=1)):
-                chosen = network.forward(buffer.take(rows)).logits.argmax(2)
+            network, sizes = self.network.narrow(block), self.dev_sizes[block]
+            right = torch.zeros(len(sizes), len(self.decay_places), dtype=torch.int64)
+            for number, rows in enumerate(self.dev_members[block].split(buffer.num_rows, dim=1)):
+                chosen = network.forward(buffer.take(rows))[-1].argmax(2)
                 places = torch.arange(rows.shape[1]) + number * buffer.num_rows
-                real = (places < members.sizes[:, None])[:, None]
+                real = (places < sizes[:, None])[:, None]
                 right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)
             counts.append(right)
         return torch.cat(counts).numpy()
@@ -326,6 +239,7 @@ class _Group:
         self.network = Network([p[here] for p in self.network.parameters])
         self.updates.moments = [[moment[here] for moment in moments] for moments in self.updates.moments]
         self.updates.decay = self.updates.decay[here]
-        self.schedule.keep(sets)
-        self.dev_members = self.dev_members[sets]
+        self.streams = [self.streams[place] for place in sets.tolist()]
+        self.members, self.sizes = self.members[sets], self.sizes[sets]
+        self.dev_members, self.dev_sizes = self.dev_members[sets], self.dev_sizes[sets]
         self.set_places, self.decay_places = self.set_places[sets.numpy()], self.decay_places[decays.numpy()]

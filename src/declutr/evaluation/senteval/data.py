@@ -11,25 +11,22 @@ each under a name chosen here.
 
 import hashlib
 import http.client
-import json
 import shutil
 import tarfile
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import DataError, MissingDataError, RemoteError
-from declutr.common.storage import atomic_file
+from declutr.common.storage import atomic_file, read_json
 from declutr.evaluation.senteval.formats import SplitRows
 from declutr.evaluation.senteval.tasks import EMPTY, Inspection, SentEvalTask, Split, Standing, TaskData, find
 
@@ -122,8 +119,7 @@ def published() -> Mapping[str, Mapping[str, Any]]:
     `rows` has the scored rows by split or subset, of the probing tasks a rounded number; `files` git's SHA-1 of every
     file by its path in the data folder, empty if unknown; `basis` the source of both.
     """
-    content = json.loads(files(__package__).joinpath("published.json").read_bytes())
-    return content["tasks"]  # type: ignore[no-any-return]
+    return read_json(Path(__file__).with_name("published.json"))["tasks"]  # type: ignore[no-any-return]
 
 
 @cache
@@ -164,6 +160,7 @@ def inspect(task: SentEvalTask, folder: Path, allow_unchecked: bool = False) -> 
 def _other_rows(data: TaskData) -> Iterator[str]:
     """Numbers of rows that are not the published ones."""
     figures = published()[data.task.name]
+    # the published numbers of the probing tasks are rounded
     about, per_mille = ("about ", 2) if figures["basis"] == "probing" else ("", 0)
     for name, rows in figures["rows"].items():
         if abs((count := len(data.splits[name])) - rows) > rows * per_mille / 1000:
@@ -183,8 +180,8 @@ def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
         yield UNCHECKED
 
 
-_MAX_FILE_BYTES = 256 << 20
-_MAX_ARCHIVE_BYTES = 2 << 30
+_MAX_BYTES = 2 << 30  # of the archive
+_MAX_MEMBER_BYTES = 256 << 20  # no published file has as many, and a compressed archive may unpack to any size
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60
 _ATTEMPTS = 3
@@ -192,8 +189,7 @@ _BELOW = "downstream/"
 """Folder of the data of which names in the archive lack the name."""
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """Result for one file, by its path relative to the data folder."""
 
     path: str
@@ -206,50 +202,45 @@ class Fetched:
 @cache
 def sources() -> dict[str, Any]:
     """The content of `sources.json`: `files` (address by path), `archive` (`url`), `gone` (reason by task)."""
-    content: dict[str, Any] = json.loads(files(__package__).joinpath("sources.json").read_bytes())
-    return content
+    return read_json(Path(__file__).with_name("sources.json"))  # type: ignore[no-any-return]
 
 
-def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
+def fetch(url: str, target: Path, expected: str = "") -> None:
     """Fetch `url` to `target`, completely or not at all; a broken connection begins again, at most three times.
 
-    Args:
-        url: http or https.
-        target: the file.
-        max_bytes: limit of its size.
-        expected: git's SHA-1 of the content; "" if unknown.
+    `expected` is git's SHA-1 of the content, "" if unknown.
 
     Raises:
         RemoteError: the file was not found, is too large, broke off three times, or has another hash.
     """
     if not url.startswith(("http://", "https://")):
         raise RemoteError(f"{url}: is no address that starts with http:// or https://")
+    # identity, because urllib would keep a compressed body as it is
     request = urllib.request.Request(url, headers={"User-Agent": "declutr", "Accept-Encoding": "identity"})
-    last = ""
-    for _ in range(_ATTEMPTS):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             with atomic_file(target) as aside:
                 with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer, aside.open("wb") as stream:
                     length, size = answer.headers.get("Content-Length"), 0
                     while chunk := answer.read(_CHUNK_BYTES):
                         size += len(chunk)
-                        if size > max_bytes:  # a server may announce another length, or none
-                            raise RemoteError(f"{url}: exceeds the limit of {max_bytes:,} bytes")
+                        if size > _MAX_BYTES:  # a server may announce another length, or none
+                            raise RemoteError(f"{url}: exceeds the limit of {_MAX_BYTES:,} bytes")
                         stream.write(chunk)
                 # Read in chunks, http.client raises nothing for a body that is too short.
                 if length is not None and size != int(length):
                     raise OSError(f"the connection ended after {size:,} of {int(length):,} bytes")
                 if expected and (digest := git_sha1(aside)) != expected:
                     raise RemoteError(f"{url}: has git SHA-1 {digest}, but the published file has {expected}")
-        except RemoteError:
+        except RemoteError:  # an OSError too, but no other attempt helps
             raise
-        except urllib.error.HTTPError as error:
+        except urllib.error.HTTPError as error:  # likewise: the server has answered
             raise RemoteError(f"{url}: {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            last = str(error)
+            if attempt == _ATTEMPTS:
+                raise RemoteError(f"{url}: {error}; run the same command again") from error
         else:
             return
-    raise RemoteError(f"{url}: {last}; run the same command again")
 
 
 def download(
@@ -269,17 +260,13 @@ def download(
     """
     paths = dict.fromkeys(path for name in names if name not in sources()["gone"] for path in find(name).paths)
     fetched = [Fetched(path, "kept") for path in paths if (folder / path).exists()]
-    singles, in_archive = sources()["files"], []
-    for path in paths:
-        if (folder / path).exists():
-            continue
-        if path not in singles:
-            in_archive.append(path)
-            continue
+    singles, todo = sources()["files"], [path for path in paths if not (folder / path).exists()]
+    in_archive = [path for path in todo if path not in singles]
+    for path in (path for path in todo if path in singles):
         url = f"{mirror.rstrip('/')}/{path}" if mirror else singles[path]
         say(f"{path} from {url}")
         try:
-            fetch(url, folder / path, _MAX_FILE_BYTES, known_hashes()[path])
+            fetch(url, folder / path, known_hashes()[path])
             fetched.append(Fetched(path, "fetched"))
         except RemoteError as error:
             fetched.append(Fetched(path, "failed", str(error)))
@@ -296,7 +283,7 @@ def _fetch_archive(folder: Path, url: str, missing: Sequence[str]) -> Iterator[F
     local = folder / ".downloads" / url.rpartition("/")[2]
     ends = {f"/{path.removeprefix(_BELOW)}": path for path in missing}
     try:
-        fetch(url, local, _MAX_ARCHIVE_BYTES)
+        fetch(url, local)
         with tarfile.open(local, mode="r|*") as archive:  # a stream: one pass, no seeking, no extraction
             for member in archive:
                 # Below a folder of any name, files have their places in `downstream`.
@@ -304,14 +291,14 @@ def _fetch_archive(folder: Path, url: str, missing: Sequence[str]) -> Iterator[F
                 if end is None or not member.isreg():
                     continue
                 path = ends[end]
-                if member.size > _MAX_FILE_BYTES:
+                if member.size > _MAX_MEMBER_BYTES:
                     yield Fetched(path, "failed", f"{member.size:,} bytes in the archive, more than any published file")
-                elif (stream := archive.extractfile(member)) is not None:
+                elif stream := archive.extractfile(member):  # as of every regular file
                     with atomic_file(folder / path) as aside, aside.open("wb") as file:
                         shutil.copyfileobj(stream, file)
-                    same = git_sha1(folder / path) == known_hashes().get(path)
+                    same = git_sha1(folder / path) == known_hashes()[path]
                     yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
-                del ends[end]  # what is left at the end is missing
+                del ends[end]  # what is left at the end is missing; a break in a file leaves it among them
         yield from (Fetched(path, "failed", f"not in {local.name}") for path in ends.values())
     except (RemoteError, tarfile.TarError, EOFError) as error:
         yield from (Fetched(path, "failed", str(error)) for path in ends.values())

@@ -57,14 +57,22 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
     of the official loaders use it, others iterate over the file.
 
     Raises:
-        DataError: the file is missing or not text in that encoding (the message names the first bad line), or a pickle,
-            LFS pointer or web page replaced it.
+        DataError: the file is missing, empty, or not text in that encoding (the message names the first bad line), or a
+            pickle, LFS pointer or web page is in its place.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    _refuse_foreign(path, content)
+    head = content[:512].lstrip().lower()
+    for problem, is_so in (  # what failed downloads leave in place of a file
+        ("is empty: its download failed", not content),
+        ("is a web page, not data: its address is dead", head.startswith((b"<!doctype", b"<html", b"<?xml"))),
+        ("is a Git LFS pointer, not data: `git lfs pull` fetches it", head.startswith(b"version https://git-lfs")),
+        ("holds zero bytes, so it is not text: an archive, a pickle, or UTF-16", b"\0" in content[:4096]),
+    ):
+        if is_so:
+            raise DataError(f"{path} {problem}")
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -97,19 +105,6 @@ def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], sk
             what = "is cut short" if isinstance(error, IndexError) else f"cannot be read ({error})"
             raise DataError(f"{path}, line {number} {what}: {text!r}") from error
     return parsed
-
-
-def _refuse_foreign(path: Path, content: bytes) -> None:
-    """Raise DataError for content that failed downloads leave in place of a file."""
-    head = content[:512].lstrip().lower()
-    if not content:
-        raise DataError(f"{path} is empty: its download failed")
-    if head.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise DataError(f"{path} is a web page, not data: its download address is dead")
-    if head.startswith(b"version https://git-lfs"):
-        raise DataError(f"{path} is a Git LFS pointer, not data: fetch it with `git lfs pull`")
-    if b"\0" in content[:4096]:
-        raise DataError(f"{path} holds zero bytes, so it is not text: an archive, a pickle, or UTF-16")
 
 
 def read_binary(ones_path: Path, zeros_path: Path) -> SplitRows:
@@ -157,6 +152,7 @@ def read_translation(path: Path) -> SplitRows:
     Raises:
         DataError: a row without three cells, or a score outside 0..5; the message names the row's last line.
     """
+    # lines have their ends again, because a quoted sentence may hold line breaks
     rows, reader = SplitRows(), csv.reader((f"{line}\n" for line in read_lines(path, "utf-8")), strict=True)
     scores: list[float] = []
     try:

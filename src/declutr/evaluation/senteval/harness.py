@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,9 @@ from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json, read_json, write_json
 from declutr.encoders.protocol import CutEncoder, SentenceEncoder, vectors_fingerprint
 from declutr.evaluation.senteval.network import ClassifierConfig
-from declutr.evaluation.senteval.scores import Method, Protocol, Report, cost, method_for, needs_fits, result_of, score
+from declutr.evaluation.senteval.scores import Method, Protocol, Report, TaskResult, cost, method_for, needs_fits, score
 from declutr.evaluation.senteval.similarity import collapse_warnings, sample_rows
-from declutr.evaluation.senteval.tasks import (
-    SETS,
-    TASKS,
-    Inspection,
-    TaskData,
-    find,
-    sentence_rows,
-    sentences,
-    without_train,
-)
+from declutr.evaluation.senteval.tasks import TASKS, Inspection, TaskData, find, sentence_rows, sentences, without_train
 
 VERSIONS: Mapping[Method, int] = {"procedure": 1, "cosine": 2, "geometry": 1}
 """Version of each scoring method; a new version invalidates stored scores."""
@@ -58,8 +49,6 @@ Take = Callable[["ScoringUnit"], NDArray[np.float32]]
 class ScoringChoice(Strict):
     """Requested evaluation."""
 
-    tasks: tuple[str, ...] = SETS["all"]
-    """Names of tasks, in the order of the tables."""
     protocols: tuple[Protocol, ...] = Field(("senteval",), min_length=1)
     """Protocols: the papers whose procedures are followed."""
     classifier: ClassifierConfig = ClassifierConfig()
@@ -109,12 +98,6 @@ class ScoringUnit:
     def key(self) -> tuple[str, Method]:
         """Task and method."""
         return self.data.task.name, self.method
-
-    @property
-    def name(self) -> str:
-        """Label for people: the task's label, plus the method unless it is the task's own procedure."""
-        label = self.data.task.label
-        return label if self.method == "procedure" else f"{label} ({self.method})"
 
     def stored(self) -> StoredUnit | None:
         """Result of an earlier call for the same encoder, data and settings, or None."""
@@ -217,7 +200,7 @@ def _score(
     """Embed the sentences of the units still to do and score these units."""
     rows = sentence_rows(unit.data for unit in units)  # those left by a killed call: of finished units, too
     whole, size = (encoder.whole, encoder.size) if isinstance(encoder, CutEncoder) else (encoder, None)
-    if not _parts_folder(output / _CACHE, whole, list(rows), PART_ROWS).is_dir():
+    if not _parts_folder(output / _CACHE, whole, list(rows)).is_dir():
         rows = sentence_rows(unit.data for unit in todo)
     vectors = embed_all(whole, list(rows), output / _CACHE, say)
     warnings = collapse_warnings(vectors.take(sample_rows(len(rows)))[:, :size])
@@ -234,7 +217,8 @@ def _score(
         results[unit.key] = stored
         done += unit.cost
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
-        say(f"{encoder.name}: {len(results)}/{len(todo)} {unit.name} {outcome}{_time_left(started, done, total)}")
+        name = unit.data.task.label + ("" if unit.method == "procedure" else f" ({unit.method})")
+        say(f"{encoder.name}: {len(results)}/{len(todo)} {name} {outcome}{_time_left(started, done, total)}")
     return results, warnings
 
 
@@ -278,7 +262,7 @@ def _score_unit(unit: ScoringUnit, embeddings: NDArray[np.float32], config: Clas
     except ValueError as error:
         outcome = {"scores": {}, "failed": str(error)}
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # this process may embed with the next encoder
     task, seconds = unit.data.task.name, round(time.monotonic() - started, 3)
     return StoredUnit(identity=unit.identity, task=task, method=unit.method, seconds=seconds, **outcome)
 
@@ -295,7 +279,11 @@ def _report(
         if unit is None or unit.failed:
             missing[name] = unit.failed if unit else inspection.reason
         else:
-            results[name] = replace(result_of(inspection, protocol, unit.scores, *unit.warnings), items=unit.items)
+            assert inspection.data is not None  # as all usable ones have
+            splits, warnings = inspection.data.splits, (*unit.warnings, *inspection.findings)
+            scored = sum(len(split) for part, split in splits.items() if part not in ("train", "dev"))
+            scores = dict(unit.scores)
+            results[name] = TaskResult(name, protocol, scores, scored, inspection.standing, warnings, unit.items)
     for task in TASKS:
         if method_for(task, protocol) is not None and task.name not in results:
             missing.setdefault(task.name, "not asked for")
@@ -304,79 +292,66 @@ def _report(
 
 @dataclass(frozen=True)
 class Vectors:
-    """`(N, D)` float32 embeddings in parts of `part_rows` rows, the last of fewer."""
+    """`(N, D)` float32 embeddings, in mapped parts of `PART_ROWS` rows, the last of fewer."""
 
-    folder: Path
-    num_rows: int
-    size: int
-    part_rows: int
+    parts: list[NDArray[np.float32]]
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Rows `(len(rows), D)` in the given order; opens only the parts that hold them."""
-        result = np.empty((len(rows), self.size), np.float32)
-        parts = rows // self.part_rows
-        for part in np.unique(parts):
-            here = np.flatnonzero(parts == part)
-            # mapped: the embeddings of SNLI's sentences alone may not fit in memory
-            stored = np.load(self.path(int(part)), mmap_mode="r", allow_pickle=False)
-            result[here] = stored[rows[here] - part * self.part_rows]
+        """Rows `(len(rows), D)` in the given order."""
+        result = np.empty((len(rows), self.parts[0].shape[1]), np.float32)
+        for number, part in enumerate(self.parts):
+            here = np.flatnonzero(rows // PART_ROWS == number)
+            result[here] = part[rows[here] - number * PART_ROWS]
         return result
 
-    def path(self, part: int) -> Path:
-        """Path of a part."""
-        return self.folder / f"part-{part:05d}.npy"
 
-    def there(self, part: int) -> bool:
-        """True if a part exists with the expected shape and type."""
-        rows = min(self.part_rows, self.num_rows - part * self.part_rows)
-        try:
-            stored = np.load(self.path(part), mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError):  # missing or torn
-            return False
-        return bool(stored.shape == (rows, self.size) and stored.dtype == np.float32)
+def _stored(path: Path, shape: tuple[int, int]) -> NDArray[np.float32] | None:
+    """A part of embeddings; None if there is none of that shape."""
+    try:
+        # mapped: the embeddings of SNLI's sentences alone may not fit in memory
+        part = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError):  # missing or torn
+        return None
+    return part if part.shape == shape and part.dtype == np.float32 else None
 
 
-def texts_hash(texts: Sequence[str]) -> str:
-    """SHA-256 of a list of sentences, in hexadecimal."""
+def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str]) -> Path:
+    """Folder of an encoder's embedding parts for these texts."""
     digest = hashlib.sha256()
     for text in texts:
+        # a separator, or lists that are cut at other places would be equal
         digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
-    return digest.hexdigest()
+    return cache / vectors_fingerprint(encoder)[:16] / f"{digest.hexdigest()[:16]}-{PART_ROWS}"
 
 
-def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str], part_rows: int) -> Path:
-    """Folder of an encoder's embedding parts for these texts."""
-    return cache / vectors_fingerprint(encoder)[:16] / f"{texts_hash(texts)[:16]}-{part_rows}"
-
-
-def embed_all(
-    encoder: SentenceEncoder, texts: Sequence[str], cache: Path, say: Say, part_rows: int = PART_ROWS
-) -> Vectors:
+def embed_all(encoder: SentenceEncoder, texts: Sequence[str], cache: Path, say: Say) -> Vectors:
     """Embed N different texts; reuse the parts of an earlier call in a subfolder of `cache`.
 
     Raises:
         EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
     """
-    vectors = Vectors(_parts_folder(cache, encoder, texts, part_rows), len(texts), encoder.size, part_rows)
-    numbers = range(-(-len(texts) // part_rows))
-    missing = [part for part in numbers if not vectors.there(part)]
-    if len(missing) < len(numbers):
-        say(f"{encoder.name}: reusing {len(numbers) - len(missing)} of {len(numbers)} embedding parts")
+    folder = _parts_folder(cache, encoder, texts)
+    chunks = [texts[start : start + PART_ROWS] for start in range(0, len(texts), PART_ROWS)]
+    paths = [folder / f"part-{number:05d}.npy" for number in range(len(chunks))]
+    shapes = [(len(chunk), encoder.size) for chunk in chunks]
+    parts = [_stored(path, shape) for path, shape in zip(paths, shapes, strict=True)]
+    missing = [number for number, part in enumerate(parts) if part is None]
+    if len(missing) < len(parts):
+        say(f"{encoder.name}: reusing {len(parts) - len(missing)} of {len(parts)} embedding parts")
     started = time.monotonic()
-    for done, part in enumerate(missing, start=1):
-        own = texts[part * part_rows : (part + 1) * part_rows]
-        rows = np.ascontiguousarray(encoder.encode(own), np.float32)
-        if rows.shape != (len(own), encoder.size):
-            raise EncoderError(f"{encoder.name}: embeddings are {rows.shape}, expected {(len(own), encoder.size)}")
+    for done, number in enumerate(missing, start=1):
+        rows = np.ascontiguousarray(encoder.encode(chunks[number]), np.float32)
+        if rows.shape != shapes[number]:
+            raise EncoderError(f"{encoder.name}: embeddings are {rows.shape}, expected {shapes[number]}")
         if wrong := int((~np.isfinite(rows)).any(axis=1).sum()):
             raise EncoderError(
-                f"{encoder.name}: {wrong:,} of {len(own):,} embeddings have values that are not finite; no score"
+                f"{encoder.name}: {wrong:,} of {len(rows):,} embeddings have values that are not finite; no score"
             )
-        with atomic_file(vectors.path(part)) as aside, aside.open("wb") as stream:
-            np.save(stream, rows)
-        more = _time_left(started, done, len(missing))
-        say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
-    return vectors
+        with atomic_file(paths[number]) as aside, aside.open("wb") as stream:
+            np.save(stream, rows)  # to a path without .npy, NumPy would append it
+        more, end = _time_left(started, done, len(missing)), number * PART_ROWS + len(rows)
+        say(f"{encoder.name}: embedded {end:,} of {len(texts):,} sentences{more}")
+    return Vectors([np.load(path, mmap_mode="r", allow_pickle=False) for path in paths])
 
 
 def _time_left(started: float, done: float, total: float) -> str:

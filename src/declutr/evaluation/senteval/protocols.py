@@ -14,7 +14,7 @@ the predicted means on the dev set decides which state is kept. The fourth miss 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,31 +24,22 @@ from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from declutr.evaluation.senteval.classifier import Examples, fit_many
-from declutr.evaluation.senteval.features import Table, TrainingSet, hold_out, orders, stratified_folds
+from declutr.evaluation.senteval.features import BlockBuffer, Table, TrainingSet, hold_out, orders, stratified_folds
 from declutr.evaluation.senteval.network import DEFAULT_RATES, ClassifierConfig, Network, Updates, linear_start
 
+Outcome = tuple[dict[str, float], NDArray[np.bool_], list[float]]
+"""Scores in percent, `(N,)` true for test rows that were classified right, fold after fold, and accuracies of folds.
 
-@dataclass(frozen=True)
-class ProtocolScores:
-    """Scores of a protocol, in percent."""
-
-    dev_accuracy: float
-    """Mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set."""
-    accuracy: float
-    """Accuracy on the test rows; over folds the mean."""
-    f1: float | None
-    """F1 of class 1 on the test rows, for tasks with two classes and a test set (kfold), else None."""
-    fold_accuracies: tuple[float, ...]
-    """Accuracies of the outer folds, or the one accuracy."""
-    right: NDArray[np.bool_] = field(compare=False, repr=False)
-    """(N,) true for test rows that were classified right, fold after fold."""
+devacc: mean over outer folds of the chosen decay's cross-validation, or accuracy on the dev set. acc: accuracy on the
+test rows; over folds the mean. f1: of class 1 on the test rows, for tasks with two classes and a test set (kfold).
+"""
 
 
-def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
     """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10.
 
     Raises:
-        ValueError: a class is too small for the folds, a label is out of range.
+        ValueError: a class is too small for the folds.
     """
     labels = data.labels.numpy()
     outer = stratified_folds(labels, config.num_folds)
@@ -58,61 +49,48 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
     ]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
     num_folds = config.num_folds
-    means = [_means(fits.accuracies(slice(num_folds * fold, num_folds * (fold + 1)))) for fold in range(num_folds)]
+    means = [_means(fits.accuracies[num_folds * fold : num_folds * (fold + 1)]) for fold in range(num_folds)]
     chosen = [int(np.argmax(mean)) for mean in means]
     best = [[config.decays[decay]] for decay in chosen]
     refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)
     right = [refits.predict(fold, 0, data.features, test) == labels[test] for fold, (_, test) in enumerate(outer)]
     tests = [_percent(own) for own in right]
-    return ProtocolScores(
-        dev_accuracy=float(np.round(np.mean([max(mean) for mean in means]), 2)),
-        accuracy=float(np.round(np.mean(tests), 2)),
-        f1=None,
-        fold_accuracies=tuple(tests),
-        right=np.concatenate(right),
-    )
+    dev_accuracy = float(np.round(np.mean([max(mean) for mean in means]), 2))
+    return {"devacc": dev_accuracy, "acc": float(np.round(np.mean(tests), 2))}, np.concatenate(right), tests
 
 
-def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
     """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested.
 
     Raises:
-        ValueError: a class is too small for the folds, a label is out of range.
+        ValueError: a class is too small for the folds.
     """
     labels = train.labels.numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
-    means = _means(fits.accuracies())
+    means = _means(fits.accuracies)
     chosen = int(np.argmax(means))  # the first of equal ones, as in the official code
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
     )
     truth, answers = test.labels.numpy(), refit.predict(0, 0, test.features)
-    accuracy = _percent(answers == truth)
-    return ProtocolScores(
-        dev_accuracy=max(means),
-        accuracy=accuracy,
-        f1=_f1(answers, truth) if num_classes == 2 else None,
-        fold_accuracies=(accuracy,),
-        right=answers == truth,
-    )
+    scores = {"devacc": max(means), "acc": _percent(answers == truth)}
+    return scores | ({"f1": _f1(answers, truth)} if num_classes == 2 else {}), answers == truth, [scores["acc"]]
 
 
-def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> ProtocolScores:
+def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
     """Let the dev set stop the fits and choose the decay.
 
     Raises:
-        ValueError: a label is out of range, a set is empty.
+        ValueError: a set is empty.
     """
     only = TrainingSet(np.arange(len(train.labels)), np.arange(len(dev.labels)))
     fits = fit_many(train, dev, [only], config.decays, config, num_classes)
-    scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies()[0].tolist()]
+    scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies[0].tolist()]
     chosen = int(np.argmax(scores))
     # The official code repeats this fit with the same seed, which gives the same weights.
-    answers = fits.predict(0, chosen, test.features)
-    right = answers == test.labels.numpy()
-    accuracy = _percent(right)
-    return ProtocolScores(scores[chosen], accuracy, None, (accuracy,), right)
+    right = fits.predict(0, chosen, test.features) == test.labels.numpy()
+    return {"devacc": scores[chosen], "acc": _percent(right)}, right, [_percent(right)]
 
 
 def _means(accuracies: NDArray[np.float64]) -> list[float]:
@@ -134,7 +112,7 @@ def _f1(answers: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
 
 NUM_BINS = 5
 _PASSES = 50  # passes between two dev scores
-_MAX_PASSES = 1000
+_MAX_PASSES = 1000  # and _PASSES, _BATCH and _TENACITY: those of SentEval
 _BATCH = 64
 _TENACITY = 3
 _SCORING_ROWS = 1024
@@ -143,40 +121,18 @@ _FLAT = 1e-6  # smaller differences between predictions are float32 rounding, wh
 
 @dataclass(frozen=True)
 class Pairs:
-    """Features of pairs and their gold scores (N,) in [1, 5].
+    """Features of pairs and their gold scores (N,), which the reader of their file has checked to be in [0, 5].
 
     Raises:
-        ValueError: unequal lengths, or a score outside 0 to 5.
+        ValueError: there are none.
     """
 
     features: Table
     scores: NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        if len(self.features) != len(self.scores) or not len(self.scores):
-            raise ValueError(f"{len(self.features)} pairs but {len(self.scores)} scores")
-        if not ((self.scores >= 0) & (self.scores <= NUM_BINS)).all():
-            raise ValueError(
-                f"scores must be 0 to {NUM_BINS}, found {self.scores.min()} to {self.scores.max()}; "
-                "is this the right column?"
-            )
-
-
-@dataclass(frozen=True)
-class Relatedness:
-    """Correlations in -1..1, 0 if undefined."""
-
-    dev_pearson: float
-    pearson: float
-    """Pearson on the test set; undefined if all predictions are equal to within 1e-6."""
-    spearman: float
-    """Spearman on the test set, ties averaged; undefined in the same case."""
-    mse: float
-    """Mean squared error on the test set."""
-    predicted: NDArray[np.float64]
-    """(N,) predicted scores of the test pairs."""
-    num_passes: int
-    """Passes over the training pairs until the fit stopped."""
+        if not len(self.scores):
+            raise ValueError("a split has no pairs, and a regression needs some to learn from, to stop by and to test")
 
 
 def bins(scores: ArrayLike) -> NDArray[np.float32]:
@@ -188,8 +144,16 @@ def bins(scores: ArrayLike) -> NDArray[np.float32]:
     return np.where(levels == low[:, None], 1 - part, np.where(levels == low[:, None] + 1, part, 0)).astype(np.float32)
 
 
-def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Relatedness:
-    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`."""
+def relatedness(
+    train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111
+) -> tuple[dict[str, float], NDArray[np.float64], int]:
+    """Fit on `train`, stop by `dev`, score `test`; the steps equal the official code's, as in `classifier.py`.
+
+    Returns:
+        Correlations in -1..1, 0 if undefined: `devpearson`, and on the test set `pearson` and `spearman` (ties
+        averaged), which are undefined if all predictions are equal to within 1e-6, and `mse`; the (N,) predicted
+        scores of the test pairs; and the number of passes until the fit stopped.
+    """
     target = torch.from_numpy(bins(train.scores))
     start = linear_start(train.features.width, NUM_BINS, torch.Generator().manual_seed(seed))
     network = Network([p[None, None].contiguous() for p in start])
@@ -207,38 +171,35 @@ def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Rela
             stopped = misses >= _TENACITY
             misses += 1
     predicted = predict(kept, test.features)
-    return Relatedness(
-        dev_pearson=best,
-        pearson=_correlation(pearsonr, predicted, test.scores),
-        spearman=_correlation(spearmanr, predicted, test.scores),
-        mse=float(((predicted - test.scores) ** 2).mean()),
-        predicted=predicted,
-        num_passes=num_passes,
-    )
+    correlations = {
+        name: _correlation(kind, predicted, test.scores)
+        for name, kind in (("pearson", pearsonr), ("spearman", spearmanr))
+    }
+    scores = {"devpearson": best} | correlations | {"mse": float(((predicted - test.scores) ** 2).mean())}
+    return scores, predicted, num_passes
 
 
 def predict(network: Network, features: Table) -> NDArray[np.float64]:
     """Means (N,) of the predicted distributions."""
-    buffer = features.buffer(min(len(features), _SCORING_ROWS))
+    buffer = BlockBuffer(features, 1, _SCORING_ROWS)
     places = torch.arange(len(features))
-    parts = [
-        torch.softmax(network.forward(features.take(part[None], buffer)).logits, 2)[0, 0]
-        for part in places.split(_SCORING_ROWS)
-    ]
+    batches = places.split(_SCORING_ROWS)
+    parts = [torch.softmax(network.forward(buffer.take(part[None]))[-1], 2)[0, 0] for part in batches]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
     return np.arange(1, NUM_BINS + 1) @ shares
 
 
 def _pass(features: Table, target: Tensor, order: Tensor, network: Network, updates: Updates) -> None:
-    buffer = features.buffer(_BATCH)
+    buffer = BlockBuffer(features, 1, _BATCH)
     gradients = [torch.empty_like(p) for p in network.parameters]
     targets = target[order].mT  # (bins, N): rows come last, as in the network
-    for start, rows in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
-        done = network.forward(features.take(rows[None], buffer))
-        shares = torch.softmax(done.logits, 2)
+    for start, places in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
+        rows = buffer.take(places[None])
+        outputs = network.forward(rows)
+        shares = torch.softmax(outputs[-1], 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
-        outer = (shares - targets[:, start : start + len(rows)]).mul_(2 / (len(rows) * NUM_BINS)).mul_(shares)
-        network.backward(done, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
+        outer = (shares - targets[:, start : start + len(places)]).mul_(2 / (len(places) * NUM_BINS)).mul_(shares)
+        network.backward(rows, 1.0, outputs, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
         updates.step(network.parameters, gradients)
 
 

@@ -14,37 +14,30 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from declutr.common.config import Strict
 from declutr.evaluation.senteval.features import Rows
 from declutr.evaluation.senteval.formats import CAPTIONS_PER_IMAGE
 from declutr.evaluation.senteval.network import linear_start
+from declutr.trainer.objectives.scores import ahead
 
 _PROJECTED_ROWS = 4096
 _SCORED_QUERIES = 512
-
-
-class RetrievalConfig(Strict):
-    """Settings for training the projections. The defaults are the published ones."""
-
-    size: int = Field(1000, ge=1)
-    """Size of the common space."""
-    margin: float = Field(0.2, ge=0)
-    """Margin by which a pair must beat its contrasts."""
-    num_contrasts: int = Field(30, ge=1)
-    """Random captions, and random images, contrasted with each pair."""
-    batch_size: int = Field(128, ge=1)
-    """Captions per step."""
-    max_epoch: int = Field(20, ge=0)
-    """Last pass after which another block of passes may start."""
-    tenacity: int = Field(3, ge=0)
-    """Tolerated dev scores without a new best; one more stops training."""
-    fold_images: int = Field(1000, ge=1)
-    """Candidate images per fold; recalls are means over folds."""
-    seed: int = Field(1111, ge=0, lt=2**32)
-    """Seed of starting weights, orders and contrasts."""
+SIZE = 1000
+"""Size of the common space."""
+MARGIN = 0.2
+NUM_CONTRASTS = 30
+"""Random captions, and random images, contrasted with each pair."""
+BATCH_SIZE = 128
+"""Captions per step."""
+MAX_EPOCH = 20
+"""Last pass after which another pass may start."""
+TENACITY = 3
+"""Tolerated dev scores without a new best; one more stops training."""
+RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
+"""Percentages of images with one of their captions, and of captions with their image, among the first 1, 5 and 10."""
+FOLD_IMAGES = 1000
+"""Candidate images per fold; recalls are means over folds."""
 
 
 @dataclass(frozen=True)
@@ -56,71 +49,47 @@ class Gallery:
     captions: Tensor
     """(5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i."""
 
-    def __post_init__(self) -> None:
-        if not len(self.images) or len(self.captions) != CAPTIONS_PER_IMAGE * len(self.images):
-            raise ValueError(
-                f"{len(self.captions)} captions for {len(self.images)} images; "
-                f"retrieval needs {CAPTIONS_PER_IMAGE} for each, one image at least"
-            )
+
+Recalls = tuple[float, ...]
+"""Values of `RECALLS`, and the median rank (from 1) of the first caption, and of the image."""
 
 
-@dataclass(frozen=True)
-class Recalls:
-    """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1)."""
+def retrieval(train: Gallery, dev: Gallery, test: Gallery, *, seed: int = 1111) -> tuple[Recalls, float, int]:
+    """Train the projections on `train`, keep the best on `dev`, score `test`.
 
-    to_text: tuple[float, ...]
-    """Queries are images, answers one of their captions."""
-    to_image: tuple[float, ...]
-    """Queries are captions, answers their image."""
-
-    @property
-    def total(self) -> float:
-        """Sum of the six recalls, which decides when training stops."""
-        return sum(self.to_text[:3]) + sum(self.to_image[:3])
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """Result of a trained pair of projections."""
-
-    test: Recalls
-    dev_total: float
-    """Best sum of the six dev recalls."""
-    num_passes: int
-    """Passes over the training captions."""
-
-
-def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConfig) -> Retrieval:
-    """Train the projections on `train`, keep the best on `dev`, score `test`."""
-    start = torch.Generator().manual_seed(config.seed)
+    Returns:
+        Recalls of `test`; the best sum of the six of `dev`; the number of passes over the training captions.
+    """
+    start = torch.Generator().manual_seed(seed)
     widths = (train.images.shape[1], train.captions.shape[1])
-    parameters = [p.requires_grad_() for width in widths for p in linear_start(width, config.size, start)]
+    parameters = [p.requires_grad_() for width in widths for p in linear_start(width, SIZE, start)]
     optimizer = torch.optim.Adam(parameters, fused=True)
-    stream = np.random.RandomState(config.seed)
+    stream = np.random.RandomState(seed)
     best, kept, misses, num_passes, stopped = -1.0, parameters, 0, 0, False
-    while not stopped and num_passes <= config.max_epoch:
+    while not stopped and num_passes <= MAX_EPOCH:
         permutation = stream.permutation(len(train.captions))
-        for begin in range(0, len(permutation), config.batch_size):
-            batch = permutation[begin : begin + config.batch_size]
+        for begin in range(0, len(permutation), BATCH_SIZE):
+            batch = permutation[begin : begin + BATCH_SIZE]
             # Images first, then captions, each in one call of the stream.
-            drawn = [contrasts(stream, permutation, begin, config) for _ in range(2)]
+            drawn = [contrasts(stream, permutation, begin) for _ in range(2)]
             rows = [torch.from_numpy(part) for part in (batch, *drawn)]
-            loss = _loss(train, parameters, rows, config.margin)
+            loss = _loss(train, parameters, rows)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         num_passes += 1
-        total = mean_recalls(dev, parameters, config.fold_images).total
+        recalls_of_dev = mean_recalls(dev, parameters)
+        total = sum(recalls_of_dev[:3]) + sum(recalls_of_dev[3:6])
         if total > best:
             best, kept = total, [p.detach().clone() for p in parameters]
         else:
-            stopped = misses >= config.tenacity
+            stopped = misses >= TENACITY
             misses += 1
-    return Retrieval(mean_recalls(test, kept, config.fold_images), best, num_passes)
+    return mean_recalls(test, kept), best, num_passes
 
 
-def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, config: RetrievalConfig) -> Rows:
-    """Captions (B, num_contrasts), drawn with replacement from all captions outside the batch.
+def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int) -> Rows:
+    """Captions (B, 30), drawn with replacement from all captions outside the batch.
 
     `choice` of a list with replacement is `randint` below its length; a place at or after `begin` in the list without
     the batch is one batch further in the permutation.
@@ -128,17 +97,17 @@ def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, conf
     Raises:
         ValueError: there are no captions outside the batch.
     """
-    size = min(config.batch_size, len(permutation) - begin)
+    size = min(BATCH_SIZE, len(permutation) - begin)
     num_others = len(permutation) - size
     if not num_others:
         raise ValueError(f"{len(permutation)} training captions are one batch: there are none to contrast with")
     # The official code draws from a list of all other captions, which it builds anew at each step.
-    places = stream.randint(0, num_others, size * config.num_contrasts)
-    return permutation[places + size * (places >= begin)].reshape(size, config.num_contrasts)
+    places = stream.randint(0, num_others, size * NUM_CONTRASTS)
+    return permutation[places + size * (places >= begin)].reshape(size, NUM_CONTRASTS)
 
 
-def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor], margin: float) -> Tensor:
-    """Ranking loss of captions (B,) against other images and captions, given as captions (B, num_contrasts)."""
+def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """Ranking loss of captions (B,) against other images and captions, given as captions (B, 30)."""
     batch, other_images, other_captions = rows
 
     def project_images(captions: Tensor) -> Tensor:
@@ -150,30 +119,29 @@ def _loss(train: Gallery, parameters: list[Tensor], rows: list[Tensor], margin: 
     # The official code projects each pair once for every contrast, with the same result.
     image, caption = project_images(batch)[:, None], project_captions(batch)[:, None]  # (B, 1, size)
     pair = (image * caption).sum(-1)
-    to_captions = (image * project_captions(other_captions)).sum(-1)  # (B, num_contrasts)
+    to_captions = (image * project_captions(other_captions)).sum(-1)  # (B, 30)
     to_images = (caption * project_images(other_images)).sum(-1)
-    return (margin - pair + to_captions).clamp(min=0).sum() + (margin - pair + to_images).clamp(min=0).sum()
+    return (MARGIN - pair + to_captions).clamp(min=0).sum() + (MARGIN - pair + to_images).clamp(min=0).sum()
 
 
 def _project(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     projected = F.linear(rows, weight, bias)
-    return projected / projected.square().sum(-1, keepdim=True).sqrt()
+    return projected / projected.square().sum(-1, keepdim=True).sqrt()  # without an epsilon, as officially
 
 
 @torch.no_grad()
-def mean_recalls(evaluation_set: Gallery, parameters: Sequence[Tensor], fold_images: int) -> Recalls:
-    """Means over folds of `fold_images` images; an incomplete last fold is not scored, unless it is the only one.
+def mean_recalls(evaluation_set: Gallery, parameters: Sequence[Tensor]) -> Recalls:
+    """Means over folds of 1,000 images; an incomplete last fold is not scored, unless it is the only one.
 
     The official code takes five folds of 1,000 images, which is all that the published dev and test sets hold.
     """
     images = torch.cat([_project(part, *parameters[:2]) for part in evaluation_set.images.split(_PROJECTED_ROWS)])
     captions = torch.cat([_project(part, *parameters[2:]) for part in evaluation_set.captions.split(_PROJECTED_ROWS)])
-    count = max(1, len(images) // fold_images)
-    size = min(fold_images, len(images))
+    count = max(1, len(images) // FOLD_IMAGES)
+    size = min(FOLD_IMAGES, len(images))
     parts = zip(images.split(size), captions.split(CAPTIONS_PER_IMAGE * size), strict=True)
     folds = [recalls(*fold) for fold in itertools.islice(parts, count)]
-    sides = ([fold.to_text for fold in folds], [fold.to_image for fold in folds])
-    return Recalls(*(tuple(sum(values) / count for values in zip(*side, strict=True)) for side in sides))
+    return tuple(sum(values) / count for values in zip(*folds, strict=True))
 
 
 def recalls(images: Tensor, captions: Tensor) -> Recalls:
@@ -182,21 +150,17 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
     A rank is the number of candidates that score higher, and half of those that score the same. The official code
     sorts, with arbitrary order among equal scores.
     """
-    owner = torch.arange(len(captions)) // CAPTIONS_PER_IMAGE
-    text_ranks, image_ranks = [], []
-    for begin, part in zip(range(0, len(images), _SCORED_QUERIES), images.split(_SCORED_QUERIES), strict=True):
-        scores = part @ captions.mT
-        own = owner == torch.arange(begin, begin + len(part))[:, None]
-        best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
-        text_ranks.append((scores > best).sum(1) + 0.5 * ((scores == best) & ~own).sum(1))
-    for part, image in zip(captions.split(_SCORED_QUERIES), owner.split(_SCORED_QUERIES), strict=True):
-        scores = part @ images.mT
-        own_scores = scores.gather(1, image[:, None])
-        image_ranks.append((scores > own_scores).sum(1) + 0.5 * ((scores == own_scores).sum(1) - 1))
-    return Recalls(_summary(torch.cat(text_ranks)), _summary(torch.cat(image_ranks)))
-
-
-def _summary(ranks: Tensor) -> tuple[float, ...]:
-    values = ranks.numpy()
-    shares = (100.0 * int((values < limit).sum()) / len(values) for limit in (1, 5, 10))
-    return (*shares, float(np.floor(np.median(values)) + 1))
+    sides = (images, captions), (captions, images)
+    to_text, to_image = (
+        torch.cat([part @ candidates.mT for part in queries.split(_SCORED_QUERIES)]).numpy()
+        for queries, candidates in sides
+    )
+    places = np.arange(len(captions))
+    owners = places // CAPTIONS_PER_IMAGE
+    own = to_text[owners, places].reshape(-1, CAPTIONS_PER_IMAGE)
+    best, paired = own.max(axis=1), to_image[places, owners]
+    # captions of the image that tie with its best one are not ahead of it, nor is an image ahead of itself
+    text_ranks = ahead(to_text, best, tie=0.5) - 0.5 * (own == best[:, None]).sum(axis=1)
+    ranks = text_ranks, ahead(to_image, paired, tie=0.5) - 0.5
+    shares = (100.0 * int((of < limit).sum()) / len(of) for of in ranks for limit in (1, 5, 10))
+    return *shares, *(float(np.floor(np.median(of)) + 1) for of in ranks)

@@ -28,10 +28,10 @@ from declutr.common.bootstrap import item_errors
 from declutr.common.errors import DataError
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
-from declutr.evaluation.senteval.features import Table, pair_table, table
+from declutr.evaluation.senteval.features import Table, table
 from declutr.evaluation.senteval.network import ClassifierConfig
-from declutr.evaluation.senteval.retrieval import Gallery, RetrievalConfig, retrieval
-from declutr.evaluation.senteval.similarity import pair_errors, score_geometry, score_sts
+from declutr.evaluation.senteval.retrieval import RECALLS, Gallery, retrieval
+from declutr.evaluation.senteval.similarity import Scored, pair_errors, score_geometry, score_sts
 from declutr.evaluation.senteval.tasks import (
     DOWNSTREAM,
     LANGUAGES,
@@ -40,7 +40,6 @@ from declutr.evaluation.senteval.tasks import (
     STS,
     STSB_MULTI,
     TRANSFER,
-    Inspection,
     SentEvalTask,
     Split,
     Standing,
@@ -49,7 +48,6 @@ from declutr.evaluation.senteval.tasks import (
     sentence_rows,
 )
 
-RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")  # images to captions, and back
 _WITHOUT_SNLI = tuple(name for name in DOWNSTREAM if name != "SNLI")
 
 Scores = Mapping[str, float]
@@ -206,36 +204,11 @@ class Report:
         }
 
 
-def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, float], *warnings: str) -> TaskResult:
-    """Combine scores with the standing and warnings of their data.
-
-    Raises:
-        ValueError: such data must not be scored.
-    """
-    if not inspection.usable or inspection.data is None:
-        raise ValueError(f"{inspection.task.name}: {inspection.reason}")
-    data = inspection.data
-    scored = sum(len(split) for name, split in data.splits.items() if name not in ("train", "dev"))
-    return TaskResult(
-        inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *inspection.findings)
-    )
-
-
 Method = Literal["procedure", "cosine", "geometry"]
 """procedure: the task's own in SentEval; cosine: of dev and test pairs, for tasks where SentEval trains a regression;
 geometry: alignment and uniformity (STS-B)."""
 
 Embeddings = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Scores by name (see the head of this file and `similarity.py`) and warnings to show with them."""
-
-    scores: Mapping[str, float]
-    warnings: tuple[str, ...] = ()
-    items: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Errors of the test items in some of the scores, in percent (`bootstrap.item_errors`)."""
 
 
 def method_for(task: SentEvalTask, protocol: Protocol) -> Method | None:
@@ -260,11 +233,11 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
     fits = {
         "inner_kfold": folds * (folds - 1) * decays,
         "kfold": folds * decays,
-        "split": 1 if data.task.name == "SNLI" else decays,
+        "split": 1 if data.task.name == "SNLI" else decays,  # SNLI has one decay
         "relatedness": 250,  # one fit of up to 1,000 passes that no other fit can share batches with
         "retrieval": 60,
     }
-    return float(rows * fits[data.task.procedure] * max(1.0, len(data.classes) / 50))
+    return float(rows * fits[data.task.procedure] * max(1.0, len(data.classes) / 50))  # WordContent has 1,000
 
 
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
@@ -275,50 +248,39 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
     """
-    task, rows, config = data.task, sentence_rows([data]), _config_of(data.task, config)
+    task, rows = data.task, sentence_rows([data])
+    config = {"SNLI": config.for_snli(), "WordContent": config.for_word_content()}.get(task.name, config)
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
         result = score_sts(data, rows, embeddings)
         if task.procedure == "similarity":
-            items = {f"spearman.{name}": errors for name, errors in result.items.items()}
-            return Scored(result.flat(), result.warnings, items)
-        of_test, of_dev = result.subsets["test"], result.subsets["dev"]
-        scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
-        scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
-        return Scored(scores, result.warnings, {"spearman": result.items["test"]})
+            return result
+        kinds, splits_of = ("spearman", "pearson"), {"": "test", "dev": "dev"}
+        scores = {f"{way}{kind}": result.scores[f"{kind}.{of}"] for way, of in splits_of.items() for kind in kinds}
+        return Scored(scores, result.warnings, {"spearman": result.items["spearman.test"]})
 
     def features(split: Split) -> Table:
-        first, *others = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second) if side)
-        return pair_table(first, others[0], task.features == "pair_product_difference") if others else table(first)
+        first = embeddings[[rows[text] for text in split.first]]
+        second = embeddings[[rows[text] for text in split.second]] if split.second else None
+        return table(first, second, task.keep_both)
 
     splits = data.splits.items()  # train, dev and test, or those of the three that the procedure has
     if task.procedure == "relatedness":
         train, dev, test = (protocols.Pairs(features(part), np.asarray(part.labels, np.float64)) for _, part in splits)
-        fit = protocols.relatedness(train, dev, test, config.seed)
-        flat = fit.dev_pearson <= 0 and fit.pearson == 0
-        scores = {"devpearson": fit.dev_pearson, "pearson": fit.pearson, "spearman": fit.spearman, "mse": fit.mse}
-        items = {"spearman": pair_errors(fit.predicted, test.scores)}
+        scores, predicted, _ = protocols.relatedness(train, dev, test, config.seed)
+        flat = scores["devpearson"] <= 0 and scores["pearson"] == 0
+        items = {"spearman": pair_errors(predicted, test.scores)}
         return Scored(scores, ("all predictions are equal: no correlation, counted as 0",) if flat else (), items)
     if task.procedure == "retrieval":
-        images = [Gallery(table(data.features[name]).first, features(part).first) for name, part in splits]
-        trained = retrieval(images[0], images[1], images[2], RetrievalConfig(seed=config.seed))
-        recalls = (*trained.test.to_text[:3], *trained.test.to_image[:3])
-        return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": trained.dev_total})
-    fits: dict[str, Callable[..., protocols.ProtocolScores]] = {
+        galleries = (Gallery(table(data.features[name]).first, features(part).first) for name, part in splits)
+        recalls, dev_total, _ = retrieval(*galleries, seed=config.seed)
+        return Scored(dict(zip(RECALLS, recalls[: len(RECALLS)], strict=True)) | {"devacc": dev_total})
+    fits: dict[str, Callable[..., protocols.Outcome]] = {
         "inner_kfold": protocols.inner_kfold,
         "kfold": protocols.kfold,
         "split": protocols.split,
     }
     parts = (examples(features(part), part.labels) for _, part in splits)
-    outcome = fits[task.procedure](*parts, len(data.classes), config)
-    scores = {"devacc": outcome.dev_accuracy, "acc": outcome.accuracy}
-    items = {"acc": item_errors(outcome.right.astype(np.float64), scale=100)}
-    return Scored(scores if outcome.f1 is None else {**scores, "f1": outcome.f1}, items=items)
-
-
-def _config_of(task: SentEvalTask, config: ClassifierConfig) -> ClassifierConfig:
-    """The classifier's settings for a task: SentEval has exceptions for two."""
-    if task.name == "SNLI":
-        return config.for_snli()
-    return config.for_word_content() if task.name == "WordContent" else config
+    scores, right, _ = fits[task.procedure](*parts, len(data.classes), config)
+    return Scored(scores, items={"acc": item_errors(right.astype(np.float64), scale=100)})

@@ -28,45 +28,13 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """Correlations of R cosines with R gold scores."""
+class Scored:
+    """Scores by name (see the head of `scores.py`) and warnings to show with them."""
 
-    pearson: float
-    """Within -1..1; 0 if undefined."""
-    spearman: float
-    """Within -1..1, ties averaged; 0 if undefined."""
-    num_pairs: int
-    """R."""
-    undefined: bool = False
-    """All cosines, or all gold scores, are equal, because the encoder or the data have collapsed."""
-
-
-@dataclass(frozen=True)
-class StsScore:
-    """Correlations of the subsets and the three ways in which papers aggregate them."""
-
-    subsets: Mapping[str, Correlation]
-    """Correlations by subset name."""
-    mean: Correlation
-    """Unweighted means (DeCLUTR's tables)."""
-    wmean: Correlation
-    """Means weighted by numbers of pairs (SCL's tables)."""
-    all: Correlation
-    """One correlation over all pairs of all subsets (tables of SimCSE and its followers)."""
-    items: Mapping[str, Vector] = field(compare=False, repr=False, default_factory=dict)
-    """Errors of the pairs (`item_errors`) in the Spearman of each subset, and in `mean`, `wmean` and `all`."""
-
-    def flat(self) -> dict[str, float]:
-        """Scores by name, as a result stores them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
-        parts = {"mean": self.mean, "wmean": self.wmean, "all": self.all, **self.subsets}
-        spearman = {f"spearman.{name}": part.spearman for name, part in parts.items()}
-        return spearman | {f"pearson.{name}": part.pearson for name, part in parts.items()}
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings to show next to the score."""
-        flat = [name for name, part in self.subsets.items() if part.undefined]
-        return (f"no correlation in {', '.join(flat)} (all cosines are equal); counted as 0",) if flat else ()
+    scores: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
+    items: Mapping[str, Vector] = field(default_factory=dict)
+    """Errors of the test items in some of the scores, in percent (`bootstrap.item_errors`)."""
 
 
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
@@ -83,8 +51,8 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector
     return result
 
 
-def correlate(predicted: Vector, gold: Vector) -> Correlation:
-    """Pearson and Spearman of `(R,)` values with `(R,)` gold scores.
+def correlate(predicted: Vector, gold: Vector) -> tuple[float, float]:
+    """Pearson and Spearman (ties averaged) of `(R,)` values with `(R,)` gold scores; 0 if either are all equal.
 
     Raises:
         ValueError: fewer than two pairs, or unequal lengths.
@@ -92,31 +60,34 @@ def correlate(predicted: Vector, gold: Vector) -> Correlation:
     if len(predicted) != len(gold) or len(gold) < 2:
         raise ValueError(f"{len(predicted)} values and {len(gold)} gold scores: no correlation")
     if np.ptp(predicted) == 0 or np.ptp(gold) == 0:  # a correlation would be NaN
-        return Correlation(0.0, 0.0, len(gold), undefined=True)
-    return Correlation(
-        float(pearsonr(predicted, gold).statistic), float(spearmanr(predicted, gold).statistic), len(gold)
-    )
+        return 0.0, 0.0
+    return float(pearsonr(predicted, gold).statistic), float(spearmanr(predicted, gold).statistic)
 
 
-def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
-    """Aggregate `(cosines, gold)` of each subset."""
+def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> Scored:
+    """Correlations of `(cosines, gold)` of each subset, and the three ways in which papers aggregate them.
+
+    `spearman.NAME` of each subset; `spearman.mean`, their mean (DeCLUTR's tables); `spearman.wmean`, weighted by
+    numbers of pairs (SCL's tables); `spearman.all`, one correlation over all pairs of all subsets (tables of SimCSE and
+    its followers); and the same with `pearson`.
+    """
     parts = {name: correlate(*pair) for name, pair in subsets.items()}
-    weights = np.array([part.num_pairs for part in parts.values()], dtype=np.float64)
+    weights = np.array([len(gold) for _, gold in subsets.values()], dtype=np.float64)
     pooled = [np.concatenate(side) for side in zip(*subsets.values(), strict=True)]
-    undefined = any(part.undefined for part in parts.values())
-
-    def mean(weighted: bool) -> Correlation:
-        values = np.array([(part.pearson, part.spearman) for part in parts.values()])
-        pearson, spearman = np.average(values, axis=0, weights=weights if weighted else None)
-        return Correlation(float(pearson), float(spearman), int(weights.sum()), undefined)
-
+    values = np.array(list(parts.values()))
+    ways = {"mean": np.average(values, axis=0), "wmean": np.average(values, axis=0, weights=weights)}
+    by_name = ways | {"all": correlate(*pooled)} | parts
+    scores = {f"spearman.{name}": float(spearman) for name, (_, spearman) in by_name.items()}
+    scores |= {f"pearson.{name}": float(pearson) for name, (pearson, _) in by_name.items()}
     items = {name: pair_errors(*pair) for name, pair in subsets.items()}
     items |= {
         "mean": np.concatenate([errors / len(items) for errors in items.values()]),
         "wmean": np.concatenate([errors * len(errors) / weights.sum() for errors in items.values()]),
         "all": pair_errors(*pooled),
     }
-    return StsScore(parts, mean(weighted=False), mean(weighted=True), correlate(*pooled), items)
+    flat = [name for name, pair in subsets.items() if any(np.ptp(side) == 0 for side in pair)]
+    warnings = (f"no correlation in {', '.join(flat)} (all cosines are equal); counted as 0",) if flat else ()
+    return Scored(scores, warnings, {f"spearman.{name}": errors for name, errors in items.items()})
 
 
 def pair_errors(predicted: Vector, gold: Vector) -> Vector:
@@ -124,16 +95,15 @@ def pair_errors(predicted: Vector, gold: Vector) -> Vector:
     return item_errors(spearman_influence(np.stack([predicted, gold], axis=1)), scale=100)
 
 
-def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
+def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Scored:
     """Scores of an STS task; the subsets of SICK-R, and of STS-B in any language, are its splits.
 
     `rows` has the row of each sentence in the `(N, D)` embeddings.
     """
     pairs = {}
     for name, split in data.splits.items():
-        if split.second is None:
-            raise ValueError("rows without a second sentence have no cosine")
-        first, second = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second))
+        sides = (split.first, split.second or ())  # all of its rows are pairs
+        first, second = (embeddings[[rows[text] for text in side]] for side in sides)
         pairs[name] = cosines(first, second), split.labels.astype(np.float64)
     return aggregate(pairs)
 

@@ -20,7 +20,6 @@ from declutr.evaluation.senteval import formats
 
 Group = Literal["downstream", "probing", "multilingual"]
 Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity", "cosine"]
-Features = Literal["single", "difference_product", "pair_product_difference"]
 Files = Mapping[str, tuple[str, ...]]
 
 
@@ -45,8 +44,8 @@ class SentEvalTask:
     one file."""
     read: Callable[..., Any]
     """Reader of one split from its files."""
-    features: Features = "single"
-    """Features of a sentence, or of a pair (a, b): `[|a-b|, a*b]` or `[a, b, a*b, |a-b|]`."""
+    keep_both: bool = False
+    """Features of a pair (a, b) are `[a, b, a*b, |a-b|]`, not `[|a-b|, a*b]`."""
     classes: tuple[str, ...] = ()
     """Name of each class, by its number; empty for gold scores, and for probing, where train has the names."""
 
@@ -95,7 +94,6 @@ def _translated(language: str) -> SentEvalTask:
 
 
 _binary = partial(_downstream, procedure="inner_kfold", read=formats.read_binary)
-_pairs = partial(_downstream, features="difference_product")
 _SENTIMENT = _files("sentiment-train", "sentiment-dev", "sentiment-test")
 _TREC = _files("train_5500.label", "TREC_10.label", splits=_FITTED)
 _MRPC = _files("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", splits=_FITTED)
@@ -115,11 +113,11 @@ TASKS: tuple[SentEvalTask, ...] = (
     _downstream("SST2", "split", _SENTIMENT, formats.read_sst_binary, folder="SST/binary", classes=_POLAR),
     _downstream("SST5", "split", _SENTIMENT, formats.read_sst_fine, folder="SST/fine", classes=_FINE),
     _downstream("TREC", "kfold", _TREC, formats.read_trec, classes=formats.TREC),
-    _pairs("MRPC", "kfold", _MRPC, formats.read_mrpc, classes=("different", "paraphrase")),
-    _downstream("SNLI", "split", _SNLI, formats.read_snli, features="pair_product_difference", classes=formats.SNLI),
-    _pairs("SICKEntailment", "split", _SICK, formats.read_entailment, "SICK-E", "SICK", classes=formats.SICK),
-    _pairs("SICKRelatedness", "relatedness", _SICK, formats.read_relatedness, "SICK-R", "SICK"),
-    _pairs("STSBenchmark", "relatedness", _STSB, formats.read_sts_benchmark, "STS-B", "STS/STSBenchmark"),
+    _downstream("MRPC", "kfold", _MRPC, formats.read_mrpc, classes=("different", "paraphrase")),
+    _downstream("SNLI", "split", _SNLI, formats.read_snli, keep_both=True, classes=formats.SNLI),
+    _downstream("SICKEntailment", "split", _SICK, formats.read_entailment, "SICK-E", "SICK", classes=formats.SICK),
+    _downstream("SICKRelatedness", "relatedness", _SICK, formats.read_relatedness, "SICK-R", "SICK"),
+    _downstream("STSBenchmark", "relatedness", _STSB, formats.read_sts_benchmark, "STS-B", "STS/STSBenchmark"),
     _downstream("ImageCaptionRetrieval", "retrieval", _COCO, formats.read_retrieval, "COCO", "COCO"),
     _similarity(12, "MSRpar", "MSRvid", "SMTeuroparl", "surprise.OnWN", "surprise.SMTnews"),
     _similarity(13, "FNWN", "headlines", "OnWN"),  # its fourth subset, SMT, is licensed and in no published table

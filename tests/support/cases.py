@@ -1,0 +1,234 @@
+"""Objectives over made-up rows, alone or as tasks of one run, and their train steps on any worker."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from rows import Rows, clip_rows, image_rows, sentences, text_rows
+from tiny import HALF, OBJECTIVES, SHORT_LENGTHS, VOCABULARY, documents, tiny_encoder
+
+from declutr.trainer.build import used_parameters
+from declutr.trainer.data.batches import RankBatch, collated
+from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend, embedding_width
+from declutr.trainer.objectives.base import SHARED_ROWS, implementation_of
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext, SpanConfig
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.objective import Declutr
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
+from declutr.trainer.parallel.communicator import Communicator, shard
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.gradcache import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
+
+_SPANS = SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An objective and its rows.
+
+    Attributes:
+        config: settings of the objective.
+        rows: rows of the shards.
+        mode: treatment of short documents.
+        frontend: settings of the patches of images and sounds.
+        shape: values of a patch, patches of a clip, and mean and deviation of values.
+    """
+
+    config: ObjectiveConfig
+    rows: pa.Table
+    mode: Any = "drop"
+    frontend: FrontendConfig | None = None
+    shape: tuple[int, int, tuple[float, float]] = (0, 0, (0.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sources of a run by the names of their tasks; the main one has no name.
+
+    Attributes:
+        sources: the sources.
+        joint: one update of all tasks; else each has its own.
+        encoder: settings of the encoder.
+    """
+
+    sources: dict[str, Source]
+    joint: bool = True
+    encoder: dict[str, Any] = field(default_factory=dict)
+
+
+SENTENCES = sentences([5, 12, 30, 7, 3, 1, 18])
+PAIRS = text_rows(
+    [
+        [(5, -1), (4, 0), (9, 2), (3, 1)],
+        [(11, -1), (6, 2), (2, 0)],
+        [(3, -1), (7, 0), (5, 0), (8, 2), (30, 1)],
+        [(9, -1), (1, 2), (4, 0)],
+        [(2, -1), (5, 0), (7, 2)],
+    ]
+)
+_SIZES = {"sizes": [4, "all", 9], "weights": [0.5, 1.0, 2.0]}
+_COPIES = {"mlm_loss_weight": 0.1, "masking": HALF, "temperature": 0.2}
+TEXTS = {
+    "simcse": Source(SimcseConfig(temperature=0.2), SENTENCES),
+    "simcse with mlm": Source(SimcseConfig(**_COPIES), SENTENCES),
+    "simcse with mlm on all copies": Source(SimcseConfig(supervised=True, mlm_copies="all", **_COPIES), PAIRS),
+    "simcse supervised": Source(SimcseConfig(supervised=True, temperature=0.2, hard_negative_weight=0.7), PAIRS),
+    "scd": Source(ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
+    "scd, attention apart": Source(ScdConfig(projector=[6], attention_dropout_rates=(0.2, 0.0)), SENTENCES),
+    "scl": Source(SclConfig(contrastive_weight=0.4), PAIRS),
+    "simcse with sizes": Source(SimcseConfig(temperature=0.2, matryoshka=_SIZES), SENTENCES),
+    "simcse supervised with sizes": Source(SimcseConfig(supervised=True, temperature=0.2, matryoshka=_SIZES), PAIRS),
+    "scd with sizes": Source(ScdConfig(projector=[12, 8], decorrelation_weight=0.5, matryoshka=_SIZES), SENTENCES),
+    "scl with sizes": Source(SclConfig(contrastive_weight=0.4, matryoshka=_SIZES), PAIRS),
+    "scl with draws": Source(SclConfig(contrastive_weight=0.4, positives=2, negatives=3), PAIRS),
+}
+_MEDIA = SupconConfig(
+    temperature=0.2,
+    masks=MaskConfig(freq_mask=2, time_mask=3),
+    mixup=0.6,
+    matryoshka={"sizes": [5, "all"], "weights": [0.3, 1.0]},
+)
+AUXILIARY = {
+    "image": Source(
+        _MEDIA,
+        image_rows([(12, 10), (9, 9), (8, 15), (20, 8)]),
+        frontend=FrontendConfig(patch_size=(4, 4), image_size=8),
+        shape=(48, 4, (0.5, 0.5)),
+    ),
+    "audio": Source(
+        _MEDIA,
+        clip_rows([9, 4, 13, 2, 7]),
+        frontend=FrontendConfig(patch_size=(3, 2), positions=False),
+        shape=(6, 12, (0.0, 1.0)),
+    ),
+    "more": Source(SimcseConfig(), sentences([4, 9, 6, 11], seed=1)),
+}
+LENGTHS = [48, 70, 49, 131, 60]
+PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
+
+
+def of_documents(objective: str, mode: Any = "drop", number: int = 5) -> Case:
+    """DeCLUTR on this many documents."""
+    rows = documents(SHORT_LENGTHS.get(mode, LENGTHS)[:number], 12, mode=mode)
+    return Case({"": Source(DeclutrConfig(**OBJECTIVES[objective]), rows, mode)}, encoder=PROJECTION)
+
+
+def of_tasks(*names: str, joint: bool) -> Case:
+    """SimCSE with auxiliary tasks."""
+    main = Source(SimcseConfig(), sentences([5, 12, 9, 7, 3]))
+    return Case({"": main} | {name: AUXILIARY[name] for name in names}, joint)
+
+
+CASES = {
+    **{name: Case({"": source}) for name, source in TEXTS.items()},
+    "scl": Case({"": TEXTS["scl"]}, encoder={"pooling": "mean_without_cls"}),
+    "image, joint": of_tasks("image", joint=True),
+    "audio and image, alternating": of_tasks("audio", "image", joint=False),
+    "texts and audio, joint": of_tasks("more", "audio", joint=True),
+    **{f"declutr, {name}": of_documents(name) for name in OBJECTIVES},
+    **{f"declutr, {name}, {mode}": of_documents(name, mode) for name in OBJECTIVES for mode in SHORT_LENGTHS},
+    # with 3 workers one has no document
+    **{f"declutr, {name} of two": of_documents(name, number=2) for name in ("both", "mlm", "by name")},
+    **{f"declutr of two, {mode}": of_documents("both", mode, 2) for mode in SHORT_LENGTHS},
+}
+
+
+def task_of(
+    encoder: Encoder, name: str, source: Source, comm: Communicator | None = None, **settings: Any
+) -> TrainTask:
+    """The task of a source; `settings` are its own."""
+    context = RunContext(len(name), _SPANS, len(source.rows), source.mode, source.frontend)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3 + len(name))
+        objective = implementation_of(source.config)(source.config, context, encoder.embedding_size).double().train()
+    if isinstance(objective, Declutr) and source.config.queue_size:
+        generator = torch.Generator().manual_seed(5)
+        objective.queue = torch.randn(9, encoder.embedding_size, generator=generator, dtype=torch.float64)
+    frontend = None
+    if source.frontend is not None:
+        values, places, normal = source.shape
+        frontend = Frontend(source.frontend, values, places, embedding_width(encoder.model), 5, normal).double()
+    return TrainTask(
+        encoder=encoder,
+        objective=objective,
+        comm=comm or Communicator(),
+        seed=context.seed,
+        name=name,
+        frontend=frontend,
+        **settings,
+    )
+
+
+def train_steps_of(
+    case: Case,
+    comm: Communicator | None = None,
+    tokens: int | None = None,
+    sharded: bool = False,
+    shared_rows: int = SHARED_ROWS,
+    norm: float = 1.0,
+    weight: float = 0.7,
+    lr: float = 1e-2,
+    **settings: Any,
+) -> list[TrainStep]:
+    """The train steps of a case as `build_train_steps` makes them, on one encoder.
+
+    Args:
+        case: the case.
+        comm: the workers.
+        tokens: limit of a microbatch.
+        sharded: parameters are sharded.
+        shared_rows: views above which each worker computes a share of the loss.
+        norm: largest norm of the gradient.
+        weight: of auxiliary tasks.
+        lr: learning rate of auxiliary tasks.
+        settings: of the encoder.
+    """
+    encoder = tiny_encoder(**({"dropout": 0.2, "attention_dropout": 0.1} | case.encoder | settings))
+    tasks = [
+        task_of(
+            encoder, name, source, comm, microbatch=Microbatch(tokens), weight=weight if name else 1.0,
+            shared_rows=shared_rows,
+        )
+        for name, source in case.sources.items()
+    ]  # fmt: skip
+    if sharded:
+        shard(encoder, tasks[0].comm)
+    train_steps = []
+    for group in [tasks] if case.joint else [[task] for task in (*tasks[1:], tasks[0])]:
+        optim = OptimConfig(lr=lr if group[0].name else 1e-2, max_grad_norm=norm)
+        modules = [part for task in group for part in (task.objective, task.frontend) if part is not None]
+        optimizer = build_optimizer(optim, encoder, *modules, reached=used_parameters(encoder, group))
+        train_steps.append(TrainStep(tasks=tuple(group), optimizer=optimizer, optim=optim, total_steps=10))
+    return train_steps
+
+
+def collator_of(task: TrainTask) -> Any:
+    """The collator of a task; spans of documents end at 10 tokens, texts at 30."""
+    return task.objective.collator(VOCABULARY, 10 if isinstance(task.objective, Declutr) else 30)
+
+
+def rows_of(task: TrainTask, source: Source, start: int, end: int, epoch: int) -> pa.Table:
+    """Rows of a source as the task's collator gets them."""
+    epochs, fetch = np.full(end - start, epoch), getattr(collator_of(task), "fetch", None)
+    return fetched(Rows(source.rows), np.arange(start, end), epochs, fetch)
+
+
+def batch_of(case: Case, train_steps: list[TrainStep], epoch: int = 1, unit: int | None = None) -> dict[str, RankBatch]:
+    """This worker's share of each task's batch; with `unit` in canonical microbatches of as many documents."""
+    batch = {}
+    for task in (task for train_step in train_steps for task in train_step.tasks):
+        source, total = case.sources[task.name], len(case.sources[task.name].rows)
+        start, end = Plan(0, total, total, unit).slice(task.comm.rank, task.comm.size)
+        rows = rows_of(task, source, start, end, epoch)
+        batch[task.name] = collated(collator_of(task), rows, np.full(end - start, epoch), start, unit)
+    return batch
