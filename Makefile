@@ -17,7 +17,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short chaos-workers chaos-drivers gpu check markers format golden settings docs lock clean
+.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short gpu check markers format golden settings docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -59,11 +59,9 @@ test-fast: setup ## tests of less than two seconds, without Ray and process grou
 chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: chaos-workers chaos-drivers ## four of the faults, with make -j2 two at a time: about 4 minutes on 2 CPU cores
-chaos-workers: FAULTS = worker_hung worker_killed_while_saving
-chaos-drivers: FAULTS = controller_killed driver_killed
-chaos-workers chaos-drivers: setup
-	$(BIN)/python -m benchmarks.chaos --steps 240 --patience 3 --json runs/$@.json --only $(FAULTS)
+chaos-short: setup ## four of the faults in one run: about 5 minutes on 2 CPU cores
+	$(BIN)/python -m benchmarks.chaos --together --steps 240 --patience 3 --json runs/chaos-short.json \
+		--only worker_hung worker_killed_while_saving controller_killed driver_killed
 
 frozen: setup ## compare weights, shards, scores and adaptations with those of cb156041 on this machine: 20 minutes
 	@$(PIP) usearch==2.26.6 # cb156041 imports it, this checkout does not

@@ -1,8 +1,8 @@
-"""python -m benchmarks.chaos [--json OUT] [--only NAME ...] [--seed N]: the fault matrix.
+"""python -m benchmarks.chaos [--json OUT] [--only NAME ...] [--together] [--seed N]: the fault matrix.
 
 The exit status is 1 if a run does not recover from a fault, or if something is left behind.
 
-The matrix: every fault once, in a run of its own, against the quiet run.
+The matrix: every fault once, in a run of its own or in turn in one run, against the quiet run.
 """
 
 import os
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,36 +94,47 @@ class Bench:
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.patience)
 
-    def cause(self, fault: Fault) -> FaultRow:
-        """Cause a fault in a run of its own, and compare the run's end with that of the quiet run."""
-        steps, cpus = max(self.steps, fault.steps), 1 if fault.setting == "machine" else _CPUS_ON_NODES
-        quiet, run, row = self.undisturbed(cpus, steps), self.new_run(steps, fault.changes), FaultRow(fault.name)
+    def cause(self, *faults: Fault) -> list[FaultRow]:
+        """Cause faults of one setting in one run, in turn, and compare the run's end with that of the quiet run."""
+        setting, rows = faults[0].setting, [FaultRow(fault.name) for fault in faults]
+        if not all(fault.possible for fault in faults):
+            return [replace(row, problem="not tried: needs root") for row in rows]
+        steps = max([self.steps, *(fault.steps for fault in faults)])
+        cpus = 1 if setting == "machine" else _CPUS_ON_NODES
+        quiet = self.undisturbed(cpus, steps)
+        run = self.new_run(steps, {key: value for fault in faults for key, value in fault.changes.items()})
         started = time.monotonic()
         with ExitStack() as stack:
-            if fault.setting != "machine":
+            if setting != "machine":
                 run.nodes = stack.enter_context(closing(Nodes(self.census, 2)))
                 run.values["scaling"] |= {"address": run.nodes.address, "cpus_per_worker": cpus}
-            if fault.setting == "elastic":
+            if setting == "elastic":
                 run.values["scaling"]["num_workers"] = [1, 3]
-            if fault.needs_root:
+            if any(fault.needs_root for fault in faults):
                 stack.enter_context(small_disks(run))
             stack.callback(run.end)  # before its nodes and disks go
             try:
                 run.start()
-                if fault.trains:
-                    # A checkpoint is saved every 20 steps; faults hit different places between two.
-                    run.wait_step(22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20)
-                fault.see(run, observe(run, fault, row), row)
+                for fault, row in zip(faults, rows, strict=True):
+                    if fault.trains:
+                        # A checkpoint is saved every 20 steps; faults hit different places between two.
+                        place = seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
+                        run.wait_step(run.last_step() + 22 + place)
+                    fault.see(run, observe(run, fault, row), row)
                 if status := run.wait(600):
                     raise ChaosError(f"the command ended with status {status}: {_last_line(run)}")
-                compare(row, run, quiet, fault)
+                for fault, row in zip(faults, rows, strict=True):
+                    compare(row, run, quiet, fault)
             except _UNOBSERVED as error:
-                fail(row, f"{type(error).__name__}: {error}")
-                row.seen_by_user = row.seen_by_user or _last_line(run)
+                for row in rows:
+                    fail(row, f"{type(error).__name__}: {error}")
+                    row.seen_by_user = row.seen_by_user or _last_line(run)
                 progress("\n".join(run.messages().splitlines()[-_TAIL_LINES:]))
-        row.recovered = not row.problem
-        progress(f"{fault.name}: {row.problem or 'recovered'} ({time.monotonic() - started:.0f} s)")
-        return row
+        for row in rows:
+            row.recovered = not row.problem
+            progress(f"{row.name}: {row.problem or 'recovered'}")
+        progress(f"{time.monotonic() - started:.0f} s")
+        return rows
 
 
 def _last_line(run: Run) -> str:
@@ -135,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the matrix."""
     parser = record.parser("chaos", __doc__)
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
+    parser.add_argument("--together", action="store_true", help="cause them in one run, in turn; for one setting")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run ({STEPS}); elastic faults take more")
     parser.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
     options = record.parse(parser, arguments)
@@ -148,10 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         with Census() as census:
             bench = Bench(top, options.seed, census, options.steps, options.patience)
             bench.prepare(max([options.steps, *(fault.steps for fault in chosen)]))
-            rows = [
-                bench.cause(fault) if fault.possible else FaultRow(fault.name, problem="not tried: needs root")
-                for fault in chosen
-            ]
+            groups = [chosen] if options.together else [[fault] for fault in chosen]
+            rows = [row for group in groups for row in bench.cause(*group)]
             left = [f"process {p.pid} {title(p)[:200]}" for p in census.wait_gone(_AGENTS_SECONDS)]
         left += [f"mount {path}" for path in mounts_below(top)]
     left += [f"folder {top}"] if top.exists() else []
