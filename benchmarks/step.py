@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from benchmarks import record, workload
 from declutr.trainer.data.batches import RankBatch, SpanBatch, as_rows, padding_mask
-from declutr.trainer.model.language_model import compile_layers
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 
@@ -146,6 +145,16 @@ def run(side: Side, batch: Any, device: torch.device) -> tuple[float, float]:
     return record.finish(device) - begun, float(loss)
 
 
+def run_queued(side: Side, batches: Sequence[Any], device: torch.device) -> float:
+    """Mean seconds of a step where nothing waits between steps, as in training."""
+    prepared = [side.prepare(batch) for batch in batches]
+    begun = record.finish(device)
+    for batch in prepared:
+        side.model.zero_grad(set_to_none=True)
+        side.gradients(batch)
+    return (record.finish(device) - begun) / len(prepared)
+
+
 def equality(own: Side, other: Side, batch: Any, device: torch.device) -> tuple[float, float]:
     """Difference of the losses, and the largest difference of a gradient's entries over the largest entry."""
     loss_diff = abs(run(own, batch, device)[1] - run(other, batch, device)[1])
@@ -188,9 +197,7 @@ class Setting(workload.Workload):
 
     def trainer_side(self) -> Side:
         """Build the side of the trainer's step."""
-        encoder = self.encoder()
-        if self.compile:
-            compile_layers(encoder.model.base_model)
+        encoder = self.encoder(self.compile)
         train_step = self.train_step(encoder)
 
         def prepare(spans: SpanBatch) -> RankBatch:
@@ -252,6 +259,8 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
     timed = batches[warm_up:]
     places = list(map(released.places, timed))
     real = [batch.num_tokens for batch in timed]
+    on_gpu = setting.device.type == "cuda"  # a CPU has no queue
+    queued = {side.name: run_queued(side, timed, setting.device) for side in (released, own)} if on_gpu else None
     seconds = sum(measured["times"]["ours"])
     flops = sum(step_flops(own.model, batch.lengths, len(batch.labels)) for batch in timed)
     peak = peak_flops(gpu_name(setting.device), half=True)
@@ -263,6 +272,7 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
         "padding_share_released": 1 - sum(real) / sum(places),
         "tokens_real": real,
         "token_places_released": places,
+        "queued_seconds": queued,
         "tokens_per_second": sum(real) / seconds,
         "tokens_per_second_released": sum(real) / sum(measured["times"]["released"]),
         "teraflops_per_second": flops / seconds / 1e12,

@@ -172,7 +172,8 @@ def test_help_waits_for_no_library():
 def test_choices_of_options_are_those_of_the_settings():
     from declutr.adaptation.config import AdaptConfig
     from declutr.cli import FORMATS, POOLINGS, PRECISIONS, TARGETS
-    from declutr.encoders.protocol import AnyPrecision, Pooling
+    from declutr.common.config import AnyPrecision
+    from declutr.encoders.protocol import Pooling
     from declutr.evaluation.export.inputs import Target
     from declutr.pipeline.readers.corpus import Choice
 

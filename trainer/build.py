@@ -1,5 +1,6 @@
 """Builds what a worker trains with, from the plan of its run. No Ray: checks and benchmarks use it too."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,10 +170,24 @@ def build_objective(task: TaskSettings, encoder: Encoder, short_documents: Short
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     """Type of the forward's matrix products for the setting `precision`; None for the parameters' type."""
-    if precision == "auto":
-        half = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if half else None
-    return torch.bfloat16 if precision == "bf16" else None
+    half = has_bf16(device) if precision == "auto" else precision == "bf16"
+    return torch.bfloat16 if half else None
+
+
+def has_bf16(device: torch.device) -> bool:
+    """True if a device has units of its own for products in bfloat16: a GPU's, or AMX of this machine's CPU.
+
+    A CPU without AMX takes longer for them than for those in float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    there = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return there and allows_amx(os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
+
+
+def allows_amx(most: str) -> bool:
+    """True if oneDNN, which computes a CPU's products in bfloat16, may use AMX by its variable `ONEDNN_MAX_CPU_ISA`."""
+    return "AMX" in most.upper() or most.upper() in ("ALL", "DEFAULT")
 
 
 def build_train_steps(plan: RunPlan, tasks: Sequence[TrainTask], total_steps: int) -> list[TrainStep]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from declutr.common import seeding
-from declutr.common.config import Strict
+from declutr.common.config import AnyPrecision, Strict
 from declutr.common.errors import suggest
 from declutr.common.storage import hash_json
 from declutr.pipeline.shards.windows import ShortDocuments
@@ -149,9 +149,9 @@ class TrainConfig(Strict):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the corpus, if `steps` is null; both null: 1. A pass over several corpora reads as many rows as all
     have together."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: AnyPrecision = "auto"
     """fp32: float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and losses in float32. auto:
-    bf16 on GPUs that compute in it, else fp32."""
+    bf16 if the device of every worker has units for it (a GPU, a CPU with AMX), else fp32; the run keeps it."""
     seed: int = Field(default=0, ge=0)
     """Seed of new weights, order of documents, spans, masks and dropout."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"

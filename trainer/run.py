@@ -5,14 +5,17 @@ identity to the workers as JSON. Each worker builds it again from what its own h
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from declutr.common.errors import DataError, RemoteError, ShardError, UsageError
+import msgspec
+
+from declutr.common.config import AnyPrecision, Precision
+from declutr.common.errors import DamagedError, DataError, RemoteError, ShardError, UsageError
 from declutr.common.paths import expand
-from declutr.common.storage import hash_file, read_json
+from declutr.common.storage import hash_file, read_json, read_record
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifest, load_manifest
@@ -26,6 +29,9 @@ from declutr.trainer.objectives.config import SpanConfig
 
 RESUME_SETTINGS = "resume_settings.json"
 """The file of a run that holds the settings which decide its result."""
+DEVICE = "device.json"
+"""The file of a run that holds the device and the precision with which it began."""
+Device = Literal["cpu", "cuda"]
 _UNREADABLE = (DataError, ShardError, RemoteError, UsageError, OSError)
 
 
@@ -69,6 +75,10 @@ class RunPlan:
         config = with_geometry(config, folder, first).with_contents(contents)
         data = {name: tuple(folders[key] for key in places) for name, places in readable.items()}
         return RunPlan(config, folder, data, corpora, scored, unreadable)
+
+    def changed(self, **changes: Any) -> "RunPlan":
+        """The plan with other settings that decide neither rows nor order."""
+        return replace(self, config=self.config.model_copy(update=changes))
 
     @cached_property
     def manifests(self) -> dict[str, Manifest]:
@@ -134,6 +144,39 @@ def training_split(task: TaskSettings, folders: Sequence[Path]) -> ShardSet:
         ShardError: they cannot be read.
     """
     return ShardSet(folders[0], "train", look=False, part=task.part, others=folders[1:])
+
+
+# What a run keeps from its first start.
+
+
+class DeviceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Content of `device.json`."""
+
+    device: Device
+    precision: Precision | None = None
+    """What the workers chose for `precision: auto`; None: they have not, or the setting says it."""
+
+
+def recorded_device(run: Path) -> DeviceRecord | None:
+    """The device that a run has chosen; None before its first start.
+
+    Raises:
+        DamagedError: `device.json` holds something else.
+    """
+    path = run / DEVICE
+    try:
+        return read_record(path, DeviceRecord)
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        # not chosen again: it could be the other device
+        raise DamagedError(f'{error}; write {{"device": "cuda"}} or {{"device": "cpu"}} into it') from error
+
+
+def kept_precision(setting: AnyPrecision, run: Path) -> AnyPrecision:
+    """The setting `precision`, or what stands for `auto` in a run that has a checkpoint."""
+    record = recorded_device(run) if setting == "auto" and steps_in(run / CHECKPOINTS) else None
+    return setting if record is None or record.precision is None else record.precision
 
 
 # Places on this host.

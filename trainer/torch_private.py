@@ -24,9 +24,11 @@ def raise_recompile_limit(graphs: int) -> None:
     torch._dynamo.config.recompile_limit = max(graphs, torch._dynamo.config.recompile_limit)
 
 
-def can_pack_linear() -> bool:
-    """True if torch has oneDNN with packed weights."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def can_pack_linear(dtype: torch.dtype) -> bool:
+    """True if torch has oneDNN with packed weights of this type on this CPU."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linear(weight: Tensor, rows: int) -> Tensor:

@@ -15,9 +15,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from declutr.common.errors import ConfigError, TrainingFailedError
 from declutr.common.storage import read_json
-from declutr.trainer.driver.continuation import DEVICE
 from declutr.trainer.driver.failure import GroupFailure, blame_node
 from declutr.trainer.driver.group import build_group
+from declutr.trainer.run import DEVICE
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.train import run_training
 
@@ -79,7 +79,7 @@ def test_a_gpu_that_fails_stops_the_run_and_never_moves_it(data, tmp_path, log):
     assert run_training(config("cpu", num_workers=0))["steps"] == 6, (
         "nothing had been computed, so the user may change it"
     )
-    assert read_json(run / DEVICE) == {"device": "cpu"}
+    assert read_json(run / DEVICE) == {"device": "cpu", "precision": "fp32"}
     assert any("scaling.device = cpu" in line for line in log)
     (run / "summary.json").unlink()
     with pytest.raises(ConfigError, match=all_of("scaling.device = cuda", "started on cpu", "encoder.pretrained=")):

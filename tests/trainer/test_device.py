@@ -1,30 +1,29 @@
 """The device of a run, and workers whose devices work behind their processes, as with NCCL."""
 
+import json
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tinyruns as runs
 import torch
-from madeup import config_of, shards
+from groups import run_group
+from madeup import config_of, save, shards
 from messages import says
 from processes import run_python
 
 from declutr.common.errors import DamagedError, TrainingFailedError
 from declutr.common.storage import read_json
+from declutr.trainer.build import allows_amx
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
-from declutr.trainer.driver.continuation import (
-    DEVICE,
-    choose_device,
-    device_problem,
-    kept_device,
-    ray_problems,
-    recorded_device,
-)
+from declutr.trainer.driver.continuation import choose_device, device_problem, kept_device, ray_problems
+from declutr.trainer.run import DEVICE, kept_precision, recorded_device
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep
 from declutr.trainer.train import run_training
-from declutr.trainer.worker.device import DeviceEvent, refusal, set_up_torch
+from declutr.trainer.worker.device import DeviceEvent, agree_precision, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
@@ -59,7 +58,7 @@ def test_chosen_device_stays_when_gpus_come_and_go(tmp_path, log, first, later, 
     device = choose(tmp_path, first)
     if trained:
         with_checkpoint(tmp_path)
-    assert choose(tmp_path, later) == device == recorded_device(tmp_path)
+    assert choose(tmp_path, later) == device == recorded_device(tmp_path).device
     assert len(log) == 1
     assert device_problem(ScalingConfig(), tmp_path) is None
 
@@ -67,7 +66,7 @@ def test_chosen_device_stays_when_gpus_come_and_go(tmp_path, log, first, later, 
 def test_another_device_is_refused_once_there_is_a_checkpoint(tmp_path, log):
     assert choose(tmp_path, TWO_GPUS, device="cpu") == "cpu"
     assert device_problem(ScalingConfig(device="cuda"), tmp_path) is None, "nothing was computed yet"
-    assert choose(tmp_path, NO_GPU, device="cuda") == "cuda" == recorded_device(tmp_path)
+    assert choose(tmp_path, NO_GPU, device="cuda") == "cuda" == recorded_device(tmp_path).device
     assert len(log) == 2
     with_checkpoint(tmp_path)
     assert device_problem(ScalingConfig(device="cuda"), tmp_path) is None
@@ -112,6 +111,49 @@ def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
     assert 'write {"device": "cuda"}' in problem
     with pytest.raises(DamagedError):
         choose(tmp_path, TWO_GPUS)
+
+
+def agree(comm, folder, setting, able):
+    return agree_precision(setting, Path(folder), torch.device("cpu"), able[comm.rank], comm)
+
+
+@pytest.mark.dist
+def test_workers_agree_on_one_precision_and_the_run_keeps_it(tmp_path):
+    def agreed(setting, *able):
+        (precision,) = set(run_group(2, agree, str(tmp_path), setting, able))
+        return precision
+
+    assert agreed("auto", True, False) == agreed("auto", False, True) == "fp32"
+    assert read_json(tmp_path / DEVICE) == {"device": "cpu", "precision": "fp32"}
+    assert agreed("auto", True, True) == "bf16", "a run without a checkpoint chooses again"
+    with_checkpoint(tmp_path)
+    assert agreed("auto", False, True) == agreed("auto", False, False) == "bf16"
+    assert agreed("fp32", True, True) == "fp32"
+    assert read_json(tmp_path / DEVICE) == {"device": "cpu", "precision": "bf16"}
+
+
+def test_a_run_computes_in_its_recorded_precision_where_that_is_slow_and_says_so(tmp_path, log):
+    config = config_of(shards(tmp_path / "data"), tmp_path / "run", scaling={"num_workers": 0}, precision="auto")
+    losses = []
+    for precision in ("fp32", "bf16"):
+        save(config, tmp_path / "run", step=1)
+        choose(tmp_path / "run", NO_GPU)
+        (tmp_path / "run" / DEVICE).write_text(json.dumps({"device": "cpu", "precision": precision}))
+        assert kept_precision("auto", tmp_path / "run") == precision
+        run_training(config)
+        losses.append([line["loss"] for line in runs.steps_of(tmp_path / "run").values()])
+        shutil.rmtree(tmp_path / "run")
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert losses[0] != losses[1]
+    assert ["has no units" in line for line in log].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("most", "allowed"),
+    [("AVX512_CORE_BF16", False), ("avx2", False), ("AVX512_CORE_AMX", True), ("default", True), ("ALL", True)],
+)
+def test_amx_is_left_out_where_onednn_leaves_it_out(most, allowed):
+    assert allows_amx(most) == allowed
 
 
 def test_an_operation_that_cannot_repeat_its_bits_ends_the_run_with_the_setting(tmp_path, monkeypatch):

@@ -24,34 +24,8 @@ from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.checkpoints.store import RunStore
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import NN_ACCURACY
-from declutr.trainer.run import RESUME_SETTINGS, RunPlan
+from declutr.trainer.run import DEVICE, RESUME_SETTINGS, Device, RunPlan, recorded_device
 from declutr.trainer.scaling import ScalingConfig
-
-DEVICE = "device.json"
-
-Device = Literal["cpu", "cuda"]
-
-
-class _Record(msgspec.Struct, frozen=True):
-    """Content of `device.json`."""
-
-    device: Device
-
-
-def recorded_device(run: Path) -> Device | None:
-    """The device that a run has chosen; None before its first start.
-
-    Raises:
-        DamagedError: `device.json` holds something else.
-    """
-    path = run / DEVICE
-    try:
-        return read_record(path, _Record).device
-    except FileNotFoundError:
-        return None
-    except DamagedError as error:
-        # not chosen again: it could be the other device
-        raise DamagedError(f'{error}; write {{"device": "cuda"}} or {{"device": "cpu"}} into it') from error
 
 
 def kept_device(scaling: ScalingConfig, run: Path) -> Literal["auto", "cpu", "cuda"]:
@@ -62,10 +36,10 @@ def kept_device(scaling: ScalingConfig, run: Path) -> Literal["auto", "cpu", "cu
     Raises:
         DamagedError: as `recorded_device`.
     """
-    before = recorded_device(run)
-    if before is None or (scaling.device != "auto" and not steps_in(run / CHECKPOINTS)):
+    record = recorded_device(run)
+    if record is None or (scaling.device != "auto" and not steps_in(run / CHECKPOINTS)):
         return scaling.device
-    return before
+    return record.device
 
 
 def device_problem(scaling: ScalingConfig, run: Path) -> str | None:
@@ -103,7 +77,8 @@ def choose_device(scaling: ScalingConfig, run: Path, store: RunStore | None, res
         reason = f"scaling.device = auto, and Ray has {gpus:g} GPU(s) for at least {min_workers} worker(s)"
     else:
         reason = f"scaling.device = {scaling.device}"
-    if recorded_device(run) != device:
+    record = recorded_device(run)
+    if record is None or record.device != device:
         write_json(run / DEVICE, {"device": device})
         if store is not None:
             store.send(DEVICE)

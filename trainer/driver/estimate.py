@@ -4,9 +4,8 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -22,7 +21,7 @@ from declutr.trainer.driver.continuation import kept_device
 from declutr.trainer.metrics.config import num_validations
 from declutr.trainer.metrics.metrics import memory_mib, peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.run import RunPlan
+from declutr.trainer.run import RunPlan, kept_precision
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.worker.device import set_up_torch, torch_as_before
 from declutr.trainer.worker.loop import take
@@ -123,11 +122,12 @@ def try_steps(plan: RunPlan) -> Trial:
         NonFiniteLossError: the losses of more than 20 of these steps in a row are not finite.
     """
     transformers_logging.disable_progress_bar()
+    plan = plan.changed(precision=kept_precision(plan.config.precision, plan.folder))
     config = plan.config
     device = _device(config.scaling, plan.folder)
     set_up_torch(config.scaling, config.precision, device)
     parts = build_parts(plan, Communicator(deterministic=config.scaling.elastic_determinism), device)
-    skipping = _with(plan, on_nonfinite_loss="skip", max_skipped_steps=_MOST_STEPS)
+    skipping = plan.changed(on_nonfinite_loss="skip", max_skipped_steps=_MOST_STEPS)
     train_steps = build_train_steps(skipping, parts.tasks, plan.total_steps)
     seconds, tokens = list[float](), list[int]()
     untimed = _COMPILING if device.type == "cuda" else 1  # they also allocate memory
@@ -180,7 +180,7 @@ def _validation_seconds(plan: RunPlan, parts: Parts, device: torch.device, score
 
     def seconds(**changes: None) -> float:
         validation = plan.config.validation.model_copy(update={"max_documents": few, **changes})
-        validator = build_validator(_with(plan, validation=validation), parts, device)
+        validator = build_validator(plan.changed(validation=validation), parts, device)
         began = time.perf_counter()
         if validator is not None:
             with torch.autocast(device.type, half, enabled=half is not None):
@@ -192,8 +192,3 @@ def _validation_seconds(plan: RunPlan, parts: Parts, device: torch.device, score
     # judged pairs do not grow with the held-out rows
     rest = seconds(stsb=None, sickr=None) if scored > few else 0.0
     return seconds() + rest * (scored / few - 1)
-
-
-def _with(plan: RunPlan, **changes: Any) -> RunPlan:
-    """The plan with other settings that decide neither rows nor order."""
-    return replace(plan, config=plan.config.model_copy(update=changes))

@@ -70,7 +70,7 @@ def build_group(scaling: ScalingConfig, run: Path, settings: dict[str, Any]) -> 
             resources_per_worker=per_worker,
             elastic_resize_monitor_interval_s=scaling.elastic_resize_interval_seconds,
         ),
-        torch_config=GroupConfig(backend=backend, timeout_s=timeout),
+        torch_config=GroupConfig(backend=backend, timeout_s=timeout, deterministic=scaling.deterministic),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             storage_path=str(run),

@@ -41,9 +41,11 @@ from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
 from declutr.trainer.model.language_model import (
     ATTENTION_DROPOUTS,
     FAMILIES,
+    INDUCTOR,
     LoadReport,
     compile_layers,
     compiler_problem,
+    pad_vocabulary,
     padding_index,
     silence,
 )
@@ -246,7 +248,8 @@ class Encoder(nn.Module):
     def _compile_layers(self) -> None:
         """Compiles the layers and the loss of the head once for all lengths."""
         compile_layers(self.model.base_model)
-        self._loss = torch.compile(_mlm_loss, dynamic=True)
+        pad_vocabulary(self.model.get_output_embeddings())
+        self._loss = torch.compile(_mlm_loss, dynamic=True, options=INDUCTOR)
 
 
 def _mlm_loss(model: "PreTrainedModel", hidden: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ Legend: M rows of views of the global batch, D embedding size.
 """
 
 import zlib
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -126,6 +127,20 @@ def terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | 
     if views.requires_grad and not any(value.requires_grad for value in terms.values()):
         return f"has no gradient with respect to the views in any of its terms {sorted(terms)}; do not detach them"
     return None
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Products of float32 tensors in float32 also where the encoder's are in TF32.
+
+    A score of the loss has at most 10 correct bits in TF32, and is divided by a temperature such as .05.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -285,8 +300,9 @@ class GradCache:
         if not self._keeps_graphs():
             embedded.clear()  # the copy in `cached` is enough
         cached.requires_grad_(True)  # a leaf: the graph ends here, and the second pass continues it
-        terms, gathered, spread = self._loss(cached, counts)
-        backward(self._total(terms, cached))
+        with float32_products():
+            terms, gathered, spread = self._loss(cached, counts)
+            backward(self._total(terms, cached))
         return {name: value.detach() for name, value in terms.items()}, cached.grad, gathered, spread
 
     def _loss(self, spans: Tensor, counts: GlobalCounts) -> tuple[dict[str, Tensor], Gathered | None, Tensor | None]:

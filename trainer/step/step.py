@@ -191,6 +191,18 @@ class TrainStep:
                 task.objective.remember(result.gathered)
         return pending
 
+    def warm_up(self, batch: Mapping[str, RankBatch]) -> None:
+        """Computes the gradients of a batch and forgets them, so that a process chooses its kernels for this batch.
+
+        Inductor chooses them for the first sizes that it meets, and a resumed process would meet others.
+        """
+        buffers = [task.buffers() for task in self.tasks]
+        self._clear()
+        self.gradients(batch, 1)
+        self._sum([p for group in self.optimizer.param_groups for p in group["params"]])  # those under way end
+        self._clear()
+        self._restore(buffers)
+
     def gradients(
         self, batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None
     ) -> list[Gradients]:

@@ -34,6 +34,9 @@ def missing_gpu() -> str | None:
 class GroupConfig(TorchConfig):  # type: ignore[misc]
     """A torch process group over all workers, which treat SIGTERM as a stop notice instead of dying during a step."""
 
+    deterministic: bool = False
+    """Sums over GPUs repeat their bits."""
+
     @property
     def backend_cls(self) -> Any:
         """The class that sets up the group."""
@@ -45,7 +48,7 @@ _RaysBackend: Any = TorchConfig().backend_cls
 
 class _Group(_RaysBackend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: GroupConfig) -> None:
-        worker_group.execute(_prepare)
+        worker_group.execute(_prepare, backend_config.deterministic)
         if "nccl" in str(backend_config.backend):
             problems = [problem for problem in worker_group.execute(_gpu_problem) if problem]
             if problems:  # raised here, it would be retried for minutes; the workers end at once
@@ -58,8 +61,11 @@ class _Group(_RaysBackend):  # type: ignore[misc]
         worker_group.execute(listen)
 
 
-def _prepare() -> None:
+def _prepare(deterministic: bool) -> None:
     """Sets what torch reads when it makes the process group, and when it first uses a GPU, which Ray does next."""
+    if deterministic:
+        # hosts whose switches add (NVLS) would do so in the order in which the GPUs' values arrive
+        os.environ.setdefault("NCCL_ALGO", "Ring")
     # batches have different lengths, whose blocks would not fit into each other
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

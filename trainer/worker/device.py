@@ -4,16 +4,25 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 import torch
 
+from declutr.common.config import AnyPrecision
 from declutr.common.console.logs import get_logger
+from declutr.common.storage import write_json
 from declutr.trainer.build import autocast_type
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.run import DEVICE, kept_precision
 from declutr.trainer.scaling import ScalingConfig
 
 _CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """Variable of cuBLAS, and its values with which products repeat their bits."""
+
+
+_PRECISIONS: tuple[AnyPrecision, ...] = ("auto", "fp32", "bf16")
+_OTHERWISE = "precision=fp32 in a new run leaves them out"
 
 
 def set_up_torch(scaling: ScalingConfig, precision: str, device: torch.device) -> None:
@@ -25,6 +34,41 @@ def set_up_torch(scaling: ScalingConfig, precision: str, device: torch.device) -
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if scaling.deterministic:
         repeat_bits()
+
+
+def agree_precision(
+    setting: AnyPrecision, run: Path, device: torch.device, able: bool, comm: Communicator
+) -> AnyPrecision:
+    """The precision of all workers, for the setting `precision`.
+
+    `auto` is bf16 where the devices of all workers have units for it, else fp32. The first worker records it, and the
+    run keeps it: steps in the other precision would have other values.
+
+    Args:
+        setting: of the run.
+        run: folder of the run on this host.
+        device: of this worker.
+        able: it has units for bfloat16.
+        comm: of all workers.
+
+    Raises:
+        DamagedError: as `recorded_device`.
+    """
+    kept = kept_precision(setting, run) if comm.rank == 0 else setting
+    agreed = _PRECISIONS[comm.all_reduce_max(_PRECISIONS.index(kept))]
+    if agreed == "auto":
+        agreed = "fp32" if comm.all_reduce_max(int(not able)) else "bf16"
+        if comm.rank == 0:
+            write_json(run / DEVICE, {"device": device.type, "precision": agreed})
+            if agreed == "bf16":
+                get_logger().info("products in bfloat16, for which every worker's device has units; %s", _OTHERWISE)
+    elif setting == "auto" and agreed == "bf16" and not able:
+        get_logger().warning(
+            "the run began with products in bfloat16 and keeps them; this device has no units for them, so steps are "
+            "slow here, and their last bits may differ. %s",
+            _OTHERWISE,
+        )
+    return agreed
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ray.util import get_current_placement_group
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.errors import EncoderError, SaveError, ShardError, UsageError
 from declutr.common.watcher import Watcher
-from declutr.trainer.build import build_parts, build_train_steps, build_validator
+from declutr.trainer.build import build_parts, build_train_steps, build_validator, has_bf16
 from declutr.trainer.checkpoints.store import store_of
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import RankBatch
@@ -26,13 +26,13 @@ from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches, limit_resources
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.run import RunPlan
+from declutr.trainer.run import DEVICE, RunPlan
 from declutr.trainer.step.gradcache import MicrobatchError
 from declutr.trainer.step.step import NonFiniteLossError
 from declutr.trainer.worker.backend import missing_gpu, signalled
 from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, period
 from declutr.trainer.worker.checkpointing import Checkpointing
-from declutr.trainer.worker.device import refusal, set_up_torch
+from declutr.trainer.worker.device import agree_precision, refusal, set_up_torch
 from declutr.trainer.worker.heartbeat import Heartbeat, HeartbeatLogHandler
 from declutr.trainer.worker.loop import TrainingLoop
 from declutr.trainer.worker.spotwatch import SpotWatch
@@ -187,7 +187,6 @@ def work(
         As `train_loop`.
     """
     comm = Communicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism)
-    set_up_torch(config.scaling, config.precision, device)
     with heartbeat.doing("fetching"):
         plan = RunPlan.of(config)
         if plan.unreadable:
@@ -203,11 +202,16 @@ def work(
             return _given_up(problem, comm.rank)
         of_checkpoints = {key: identity[key] for key in ("config_hash", "data_hash")}
         if store := store_of(config.run, plan.folder):
-            newest = store.fetch(expected=of_checkpoints) if comm.rank == 0 else None
+            newest = store.fetch([DEVICE], of_checkpoints) if comm.rank == 0 else None
             # all take what rank 0 has verified and chosen
             step = comm.all_reduce_max(0 if newest is None else newest[1].step)
             if step and comm.rank != 0:
                 store.fetch_step(step)
+        precision = agree_precision(config.precision, plan.folder, device, has_bf16(device), comm)
+        if store and comm.rank == 0 and config.precision == "auto":
+            store.send(DEVICE)  # for the first worker of a later start, which may be on another host
+    plan = plan.changed(precision=precision)
+    set_up_torch(config.scaling, precision, device)
     try:
         parts = build_parts(plan, comm, device)
     except (ShardError, EncoderError, UsageError) as error:  # told to all below, who would wait for this worker
@@ -226,6 +230,11 @@ def work(
         shares = zip(*(read(name, done) for name in plan.tasks), strict=True)
         return Prefetcher(dict(zip(plan.tasks, rank_batches, strict=True)) for rank_batches in shares)
 
+    if device.type == "cuda" or plan.config.encoder.compile:
+        with heartbeat.doing("choosing kernels"):
+            first = {name: next(read(name, 0)) for name in plan.tasks}
+            for train_step in train_steps:
+                train_step.warm_up(first)
     checkpointing = Checkpointing(config, plan.folder, of_checkpoints, plan.hashes, train_steps, heartbeat, reporter)
     loop = TrainingLoop(
         config,

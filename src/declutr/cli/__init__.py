@@ -15,7 +15,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--address": {"help": "address of a Ray cluster"},
     "--allow-unchecked": {"action": "store_true", "help": "accept data other than the published ones; they are marked"},
     "--pooling": {"choices": POOLINGS, "help": "pooling of the encoder, instead of its own"},
-    "--precision": {"choices": PRECISIONS, "default": "auto", "help": "bf16 on GPUs by default; fp32 is exact"},
+    "--precision": {
+        "choices": PRECISIONS,
+        "default": "auto",
+        "help": "bf16 by default on GPUs and with AMX; fp32 is exact",
+    },
     "--text-field": {"action": "append", "help": "field or column with the text (text); several are joined"},
     "--trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the encoder"},
     "config": {"help": "YAML file with a `train` section"},

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -15,6 +15,8 @@ from declutr.common.errors import ConfigError, refused_settings, shown_value, su
 from declutr.common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
+Precision = Literal["fp32", "bf16"]
+AnyPrecision = Literal["auto", "fp32", "bf16"]
 _MAX_DEPTH = 64  # as in a file (`MAX_DEPTH` of yamlfile.py)
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from declutr.common.config import first_problem
+from declutr.common.config import Precision, first_problem
 from declutr.common.errors import UsageError
 from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig
-from declutr.encoders.protocol import Precision, unit_rows
+from declutr.encoders.protocol import unit_rows
 
 
 class Note(Coverage):

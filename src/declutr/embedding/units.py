@@ -15,12 +15,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from declutr.common.config import Strict
+from declutr.common.config import Precision, Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.embedding.passages import Cutter, Passage
-from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder, encode_counted, unit_rows
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, encode_counted, unit_rows
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,

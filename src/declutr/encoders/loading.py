@@ -1,8 +1,9 @@
 """Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
+import copy
 import re
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
@@ -31,10 +33,12 @@ from declutr.encoders.protocol import (
 )
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.words import HashedWords
+from declutr.trainer.build import has_bf16
 from declutr.trainer.checkpoints.checkpoint import STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
 from declutr.trainer.model.behind import kind_of
 from declutr.trainer.model.bounds import check_folder, check_tokenizer
+from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
 
@@ -65,7 +69,7 @@ def load_encoder(
         max_tokens: maximum tokens of one input; None, or more than the encoder's limit: that limit.
         long_texts: cut longer inputs, or read them in windows.
         trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
-        precision: of the transformer's matrix products. auto: bf16 on a GPU that has it, else fp32.
+        precision: of the transformer's matrix products. auto: bf16 on a GPU or a CPU that has units for it, else fp32.
 
     Raises:
         EncoderError: the encoder cannot be loaded, a weight is missing or left over, or the encoder declares something
@@ -121,14 +125,17 @@ def load_encoder(
         raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()
     if precision == "auto":
-        half = device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False)
-        precision = "bf16" if half else "fp32"
+        precision = "bf16" if has_bf16(torch.device(device)) else "fp32"
+        if precision == "bf16":
+            _say_once("embeddings are computed in bfloat16, which the device has units for; fp32 is exact and slower")
+    half = in_bf16(encoder) if precision == "bf16" and device == "cpu" else None
     if device == "cpu":
-        for module in (encoder, after):
+        for module in (half or encoder, after):
             pack_linears(module)  # torch's own products, by MKL, take twice as long on an AMD EPYC
     whole = TransformerEncoder(
         name=name,
         encoder=encoder.to(device),
+        half=half,
         tokenizer=tokenizer,
         max_tokens=min(limit, max_tokens or limit),
         long_texts=long_texts,
@@ -201,16 +208,30 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
         return load_encoder(model or choice.model, **options, trust_remote_code=trust_remote_code)
 
 
+@lru_cache
+def _say_once(message: str) -> None:
+    get_logger().info("%s", message)
+
+
+def in_bf16(encoder: Encoder) -> Encoder:
+    """A copy whose transformer has its parameters in bfloat16; what follows the transformer stays as it is.
+
+    Buffers stay too: angles of rotary positions in bfloat16 would be wrong from a few hundred tokens on.
+    """
+    half = copy.deepcopy(encoder)
+    for parameter in half.model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return half
+
+
 def pack_linears(module: nn.Module) -> None:
     """Makes the linear layers of a module use oneDNN in inference mode, if torch has it; other uses stay as they are.
 
     The packed weights take as much memory again. The weights must not change afterwards.
     """
-    if not can_pack_linear():
-        return
     for layer in module.modules():
         # no subclass, whose forward may be another
-        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
+        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and can_pack_linear(layer.weight.dtype):
             with torch.inference_mode():
                 packed = pack_linear(layer.weight.detach(), _PACKED_ROWS)
             layer.forward = partial(_forward, layer, packed)  # type: ignore[method-assign]
@@ -218,6 +239,6 @@ def pack_linears(module: nn.Module) -> None:
 
 def _forward(layer: nn.Linear, packed: Tensor, inputs: Tensor) -> Tensor:
     """The layer's output; training and export go the ordinary way, because packed weights have no gradient."""
-    if not torch.is_inference_mode_enabled() or inputs.dtype != torch.float32 or not inputs.numel():
+    if not torch.is_inference_mode_enabled() or inputs.dtype != layer.weight.dtype or not inputs.numel():
         return F.linear(inputs, layer.weight, layer.bias)
     return packed_linear(inputs, packed, layer.bias)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from declutr.common.config import Strict
+from declutr.common.config import AnyPrecision, Precision, Strict
 from declutr.common.errors import EncoderError, suggest
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand
@@ -18,8 +18,6 @@ from declutr.common.storage import hash_json, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
-
-Precision = Literal["fp32", "bf16"]
 
 
 class SentenceEncoder(Protocol):
@@ -186,7 +184,6 @@ def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, specia
 
 Pooling = Literal["mean", "cls", "max", "mean_without_cls"]
 LongTexts = Literal["cut", "windows"]
-AnyPrecision = Literal["auto", "fp32", "bf16"]
 
 
 class EncoderChoice(Strict):
@@ -201,7 +198,8 @@ class EncoderChoice(Strict):
     long_texts: LongTexts = "cut"
     """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
     precision: AnyPrecision = "auto"
-    """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999), else fp32."""
+    """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999) and on a CPU
+    with AMX (at least 0.9999), else fp32."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
     reading it back grants nothing."""

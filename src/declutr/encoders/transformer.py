@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from torch import nn
 
+from declutr.common.config import Precision
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.encoders.protocol import LongTexts, Precision, Window, texts_of, token_counts
+from declutr.encoders.protocol import LongTexts, Window, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, write_steps
@@ -49,8 +50,10 @@ class TransformerEncoder:
     unused: tuple[str, ...] = ()
     """Parts of its files that do not affect an embedding (heads), with their numbers of weights."""
     precision: Precision = "fp32"
-    """bf16: the transformer's matrix products are computed in bfloat16. Pooling and the steps after it stay in
-    float32."""
+    """bf16: the transformer's matrix products are computed in bfloat16, on a CPU the whole transformer. Pooling and the
+    steps after it stay in float32."""
+    half: Encoder | None = None
+    """The encoder that computes on a CPU in bf16; None: `encoder` does."""
     chunk_texts: int | None = None
     """Number of texts that are tokenized while those before are computed, on a device that works alongside; None: all
     texts are tokenized first."""
@@ -186,10 +189,13 @@ class TransformerEncoder:
         nothing = torch.empty(0, dtype=torch.int64)  # no token is to be predicted
         pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
 
+        computing = self.half or self.encoder
+
         def embed(piece: SpanBatch) -> torch.Tensor:
             with torch.inference_mode():  # a thread has its own
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-                    pooled = self.encoder.embed(piece.to(device))
+                cast = self.precision == "bf16" and computing is self.encoder
+                with torch.autocast(device.type, torch.bfloat16, enabled=cast):
+                    pooled = computing.embed(piece.to(device))
                 return self.after(pooled).float()  # type: ignore[no-any-return]
 
         embeddings = np.empty((len(rows), self.size), np.float32)

@@ -111,7 +111,7 @@ class Scorer:
             name = str(last[0])
         configs = [other.config for other in self._plan.runs if other.config]
         local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
-        model = load_encoder(name, pooling, device="cpu" if local else None)
+        model = load_encoder(name, pooling, device="cpu" if local else None, precision="fp32")  # as the papers
         columns = [column for column in self._plan.columns.values() if column.checkpoint == checkpoint]
         tasks = [task for task in self._tasks if any(task.task.name in column.names for column in columns)]
         session = SessionConfig(num_cpus=1 if local else None)

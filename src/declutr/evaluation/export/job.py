@@ -182,9 +182,8 @@ def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) 
         EncoderError: the encoder cannot be loaded or exported.
         FileExistsError: the output exists.
     """
-    encoder = load_encoder(
-        config.model, device="cpu", max_tokens=config.max_tokens, trust_remote_code=config.trust_remote_code
-    )
+    options = {"max_tokens": config.max_tokens, "trust_remote_code": config.trust_remote_code}
+    encoder = load_encoder(config.model, device="cpu", precision="fp32", **options)
     sentences, floats = general_sentences(), dict[str, SentenceEncoder]()
     own, measured = _texts_of(config, inputs)
     texts = [*sentences, *(" ".join(sentences[start::2]) for start in (0, 1)), *own]
