@@ -195,7 +195,7 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
     encoder = gpu.moved(first.encoder())
     if case.mistake is not None:
         encoder.projection = case.mistake
-    dropping = importlib.import_module("declutr.trainer.model.dropout_attention").attend_dropout
+    dropping = importlib.import_module("declutr.trainer.model.span_attention").attend_spans
     for drops in (False, True):
         encoder._kernels[GPU, drops] = Kernels(attend, dropping) if case.kernel else None
     tasks, modules = [], list[nn.Module]()

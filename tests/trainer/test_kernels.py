@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import cpukernel
 import pytest
 import torch
+import torch.nn.functional as F
 from measures import deviation
 from messages import says
 from processes import run_python
@@ -25,11 +26,11 @@ from declutr.trainer.parallel.reducers import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
 CPU = torch.device("cpu")
-DAILY = [(3, True, 7), (1, False, None)]  # heads, mixed rates, window: each of these takes ten seconds
+DAILY = [(3, True, 7), (1, False, None), (1, None, None)]  # heads, mixed rates, window: each of these takes ten seconds
 values = partial(half_precision, torch.bfloat16)
 in_float16 = partial(half_precision, torch.float16)  # the interpreter has no products in bfloat16
 pytest.importorskip("triton", reason="Triton is not installed")
-dropout_attention = importlib.import_module("declutr.trainer.model.dropout_attention")
+span_attention = importlib.import_module("declutr.trainer.model.span_attention")
 # Heads of 8 features: the guard refuses others.
 WIDE = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1}
 
@@ -211,15 +212,18 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from declutr.trainer.model import dropout_kernel
-KINDS = dict.fromkeys(("bounds", "keys", "limits", "words"), "*i32") | dict.fromkeys(("num_words", "heads"), "i32")
+from declutr.trainer.model import span_kernels
+KINDS = dict.fromkeys(("bounds", "order", "keys", "limits", "words"), "*i32")
+KINDS |= dict.fromkeys(("num_words", "heads"), "i32")
 KINDS |= dict.fromkeys(("sums", "dots", "kept"), "*fp32") | {"scale": "fp32"}
-for capability, head_size, window in ((80, 128, 0), (89, 64, 0), (90, 24, 65)):
-    constants = {"WINDOW": window, "SIZE": head_size, "WIDE": max(16, triton.next_power_of_2(head_size))}
-    for kernel in (dropout_kernel.forward, dropout_kernel.backward_queries, dropout_kernel.backward_keys):
+CASES = (80, 128, 0, True), (89, 64, 0, False), (90, 64, 0, True), (90, 24, 65, True)
+for capability, head_size, window, drop in CASES:
+    constants = {"DROP": drop, "WINDOW": window, "SIZE": head_size, "WIDE": max(16, triton.next_power_of_2(head_size))}
+    for kernel in (span_kernels.forward, span_kernels.backward_queries, span_kernels.backward_keys):
         kinds = {name: "constexpr" if name in constants else KINDS.get(name, "*bf16") for name in kernel.arg_names}
         source, target = ASTSource(kernel, kinds, constants), GPUTarget("cuda", capability, 32)
-        print(triton.compile(source, target=target).metadata.shared)
+        compiled = triton.compile(source, target=target)
+        print(compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"), capability)
 """
 
 
@@ -241,9 +245,18 @@ def explicit(query, key, value, bounds, window, drop):
         q, k, v = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
         place = torch.arange(end - start)
         mask = None if window is None else (place[:, None] - place[None, :]).abs() < window
+        if drop is None:
+            made.append(F.scaled_dot_product_attention(q, k, v, mask, scale=0.2)[0].transpose(0, 1))
+            continue
         of_span = drop.rearranged(lambda each, start=start, end=end: each[None, start:end])
         made.append(attend_with_dropout(q, k, v, mask, 0.2, of_span)[0].transpose(0, 1))
     return torch.cat(made)
+
+
+def in_order(lengths):
+    """Starts of the spans and the end, and the spans' numbers, the longest first."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    return [torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, *accumulate(lengths)], order)]
 
 
 @pytest.mark.slow
@@ -252,7 +265,7 @@ def explicit(query, key, value, bounds, window, drop):
     [
         pytest.param(*shape, mixed, window, marks=() if (shape[0], mixed, window) in DAILY else pytest.mark.nightly)
         for shape in ((3, 8), (1, 24))
-        for mixed in (False, True)
+        for mixed in (None, False, True)  # None: without dropout
         for window in (None, 7, 65)
     ],
 )
@@ -262,7 +275,8 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
     (*given, upstream), drop = random_inputs(lengths, heads, head_size, mixed_rates)
     given = [each.clone().requires_grad_() for each in given]
     bounds = [0, *accumulate(lengths)]
-    found = dropout_attention.attend_dropout(*given, torch.tensor(bounds, dtype=torch.int32), 256, 0.2, window, drop)
+    drop = None if mixed_rates is None else drop
+    found = span_attention.attend_spans(*given, *in_order(lengths), 256, 0.2, window, drop)
     expected = explicit(*given, bounds, window, drop)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     gradients = [torch.autograd.grad(each, given, upstream) for each in (found, expected)]
@@ -273,10 +287,17 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
 def test_the_operation_keeps_the_rules_of_torch():
     """Shapes without values, gradients and strides as torch.compile expects them; a repetition has the same bits."""
     (query, key, value, _), drop = random_inputs([5, 70], 2, 16, mixed_rates=True)
-    bounds = torch.tensor([0, 5, 75], dtype=torch.int32)
-    given = query.requires_grad_(), key, value, bounds, drop.keys, drop.rates.limits, drop.rates.factors.float()
-    torch.library.opcheck(dropout_attention._attend, (*given, torch.tensor(3), 128, 0.25, 0))
-    one, two = (dropout_attention._attend(*given, torch.tensor(3), 128, 0.25, 0)[0] for _ in range(2))
+    given = (
+        query.requires_grad_(),
+        key,
+        value,
+        *in_order([5, 70]),
+        drop.keys,
+        drop.rates.limits,
+        drop.rates.factors.float(),
+    )
+    torch.library.opcheck(span_attention._attend, (*given, torch.tensor(3), 128, 0.25, 0))
+    one, two = (span_attention._attend(*given, torch.tensor(3), 128, 0.25, 0)[0] for _ in range(2))
     assert torch.equal(one, two)
 
 
@@ -284,7 +305,7 @@ def dropping_encoder(family, kernel=True):
     """An encoder that drops attention weights by the kernel, or in groups."""
     shape = {"num_attention_heads": 2, "max_position_embeddings": 128}
     encoder = encoder_with(None, family, shape=shape, attention_dropout=0.2)
-    encoder._kernels[CPU, True] = Kernels(attend, dropout_attention.attend_dropout) if kernel else None
+    encoder._kernels[CPU, True] = Kernels(attend, span_attention.attend_spans) if kernel else None
     return encoder
 
 
@@ -315,17 +336,20 @@ def test_dropout_attention_has_one_graph_for_all_layers_and_lengths():
 def test_gpus_have_enough_shared_memory(tmp_path):
     """Triton compiles for GPUs without one. 99 KiB is what a program may have on the smallest, for example an L4."""
     done = run_python("-c", COMPILE, env={"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(tmp_path)})
-    assert len(sizes := [int(line) for line in done.stdout.split()]) == 9
-    assert max(sizes) <= 99 * 1024
+    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(rows) == 12
+    assert max(size for size, *_ in rows) <= 99 * 1024
+    assert all(products for _, products, capability in rows if capability == 90), "tensor cores of Hopper"
 
 
 @pytest.mark.slow
 def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # as in a first pass
-        assert dropout_attention.problem(64, CPU, torch.float16) is None
-    says(dropout_attention.problem(256, CPU), "head size", "256")
-    monkeypatch.setattr(dropout_attention, "_TOLERANCE", 0.0)
-    says(dropout_attention.problem(64, CPU, torch.float16), "values", "gradients", "wrong")
+        assert span_attention.problem(64, CPU, True, torch.float16) is None
+        assert span_attention.problem(64, CPU, False, torch.float16) is None
+    says(span_attention.problem(256, CPU), "head size", "256")
+    monkeypatch.setattr(span_attention, "_TOLERANCE", 0.0)
+    says(span_attention.problem(64, CPU, dtype=torch.float16), "values", "gradients", "wrong")
 
 
 @pytest.mark.parametrize(
@@ -342,5 +366,5 @@ def test_problem_of_a_machine_that_cannot_start_kernels_is_told(monkeypatch, err
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(dropout_attention, "_difference", fail)
-    assert f"{type(error).__name__}: {error}" in dropout_attention.problem(64, CPU)
+    monkeypatch.setattr(span_attention, "_difference", fail)
+    assert f"{type(error).__name__}: {error}" in span_attention.problem(64, CPU)

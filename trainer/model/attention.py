@@ -47,13 +47,13 @@ class Kernels(NamedTuple):
     """Kernels of a GPU, each of which computes the attention of all spans in one call.
 
     Attributes:
-        attend: the function below.
-        attend_dropout: trainer/model/dropout_attention.py, which drops weights; None: groups do.
+        attend: the function below, or that of trainer/model/span_attention.py.
+        attend_dropout: the latter, which also drops weights; None: groups do.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
     attend_dropout: (
-        Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None, WeightDropout], Tensor] | None
+        Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, int | None, WeightDropout], Tensor] | None
     ) = None
 
 
@@ -78,8 +78,11 @@ class AttentionLayout:
     bounds: Tensor
 
     def __post_init__(self) -> None:
-        """Rounds the length of the longest span up."""
+        """Rounds the length of the longest span up, and puts the longest spans first, for the kernels."""
         self.longest = -(-int(self.lengths.numpy().max(initial=1)) // _LENGTH_UNIT) * _LENGTH_UNIT
+        self.order = self.bounds[:-1]
+        if self.kernels is not None:
+            self.order = to_device(self.lengths.argsort(descending=True, stable=True).int(), self.device)
 
     @cached_property
     def is_table(self) -> bool:
@@ -148,7 +151,7 @@ def packed_attention(
     drop = weight_dropout(module, dropout, packed_layout.token_keys, packed_layout.rates)
     if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropout is not None):
         q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-        inputs = q, k, v, packed_layout.bounds, packed_layout.longest, scaling, window
+        inputs = q, k, v, packed_layout.bounds, packed_layout.order, packed_layout.longest, scaling, window
         if drop is None:
             return kernels.attend(*inputs)[None], None
         assert kernels.attend_dropout is not None
@@ -216,7 +219,14 @@ def register() -> None:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    order: Tensor,  # noqa: ARG001 - the kernel has its own
+    longest: int,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attention within spans, `(T, heads, head_dim)`, in one call for all spans.
 
@@ -225,6 +235,7 @@ def attend(
         key: keys of the same shape.
         value: values of the same shape.
         bounds: `(S + 1,)` int32 start of each span, and the end of the last.
+        order: unused.
         longest: at least the tokens of the longest span.
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
         window: w of |i - j| < w; None: the whole span.
@@ -249,13 +260,14 @@ def kernel_problem(capability: tuple[int, int], head_size: int) -> str | None:
     return None
 
 
-def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -> Kernels | None:
+def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool, own: bool = False) -> Kernels | None:
     """The kernels for an encoder's attention on a device; a line in the log says which a GPU cannot use.
 
     Args:
         model: the encoder.
         device: its device.
         drops: attention weights are dropped.
+        own: take this project's kernel without dropout too (`encoder.span_kernels`).
     """
     if device.type != "cuda":
         return None
@@ -264,19 +276,21 @@ def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -
     if problem := kernel_problem(torch.cuda.get_device_capability(device), head_size):
         _warn_once(f"attention computes spans of similar length together, which is slower: {problem}")
         return None
-    return Kernels(attend, fitting_dropout(head_size, device) if drops else None)
+    dropping = own_kernel(head_size, device, drops=True) if drops else None
+    return Kernels((own_kernel(head_size, device, drops=False) if own else None) or attend, dropping)
 
 
-def fitting_dropout(head_size: int, device: torch.device) -> Any:
-    """The kernel that drops attention weights; None, with a line in the log, if it does not work on the device."""
+def own_kernel(head_size: int, device: torch.device, drops: bool) -> Any:
+    """This project's kernel; None, with a line in the log, if it does not work on the device."""
     problem: str | None = "the package triton is missing; install torch for CUDA"
     if find_spec("triton") is not None:
-        from declutr.trainer.model import dropout_attention  # needs Triton
+        from declutr.trainer.model import span_attention  # needs Triton
 
-        problem = dropout_attention.problem(head_size, device)
+        problem = span_attention.problem(head_size, device, drops)
         if problem is None:
-            return dropout_attention.attend_dropout
-    _warn_once(f"attention dropout stores the weights of some spans at a time, which is slower: {problem}")
+            return span_attention.attend_spans
+    instead = "attention dropout stores the weights of some spans at a time, which is slower"
+    _warn_once(f"{instead if drops else 'encoder.span_kernels has no effect'}: {problem}")
     return None
 
 

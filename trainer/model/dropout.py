@@ -6,7 +6,7 @@ token, in another microbatch or on another worker, drops the same elements.
 
 Dropout in fused kernels of attention cannot be repeated in another microbatch, so weights are computed where some are
 dropped. On a GPU only those of a few spans exist at a time: the backward computes them again, and their masks from the
-keys. (trainer/model/dropout_attention.py stores none.)
+keys. (trainer/model/span_attention.py stores none.)
 """
 
 from collections.abc import Callable

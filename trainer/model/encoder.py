@@ -171,7 +171,7 @@ class Encoder(nn.Module):
             drops: attention weights are dropped.
         """
         if (device, drops) not in self._kernels:
-            self._kernels[device, drops] = fitting_kernels(self.model, device, drops)
+            self._kernels[device, drops] = fitting_kernels(self.model, device, drops, self.config.span_kernels)
         return self._kernels[device, drops]
 
     def token_places(self, batch: AnyBatch) -> int:
