@@ -7,6 +7,11 @@ from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
 
+ON_GPUS = (
+    "its sums are several thousand small kernels, which would take .5 to .7 s of a step on a GPU (computed, not "
+    "measured); set device=cpu, or elastic_determinism=false (then equal numbers of workers have equal bits)"
+)
+
 
 class ScalingConfig(Strict):
     """Workers, devices and failures, without influence on the batches."""
@@ -26,12 +31,11 @@ class ScalingConfig(Strict):
     """Shard weights, gradients and optimizer state over the workers and gather each layer when used (FSDP2), for
     encoders too large for one device. Same gradient, more communication."""
     deterministic: bool = True
-    """On a GPU, use algorithms that repeat their bits: equal steps of two runs are equal. A compiled run that continues
-    after a kill may have other last bits (docs/evidence/gpu.md). false: steps take less time. CPUs always repeat them,
-    also after a kill."""
+    """On a GPU, use algorithms that repeat their bits: equal steps of two runs are equal, also after a kill, on the
+    same kind of GPU (docs/evidence/gpu.md). false: steps take less time. CPUs always repeat them."""
     elastic_determinism: bool = False
     """Train to the same bits with any number of workers, which get whole canonical microbatches. More time and memory,
-    twice the exchange."""
+    twice the exchange. On CPUs alone."""
     deterministic_chunk_documents: int | None = Field(default=None, ge=1)
     """Documents of a canonical microbatch; the bits depend on it. More take less time but leave fewer microbatches for
     workers. null: a sixteenth of `batch_documents`, rounded up."""
@@ -95,6 +99,8 @@ class ScalingConfig(Strict):
             )
         if self.elastic_determinism and not self.deterministic:
             raise ValueError("elastic_determinism = true needs deterministic = true; set one of them")
+        if self.elastic_determinism and self.device == "cuda":
+            raise ValueError(f"elastic_determinism = true: {ON_GPUS}")
         for name, value in (("elastic_determinism", self.elastic_determinism), ("fsdp", self.fsdp)):
             if value and self.reduce_dtype == "bf16":
                 raise ValueError(f"reduce_dtype = bf16 has no effect with {name} = true; set it to fp32")

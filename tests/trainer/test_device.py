@@ -13,8 +13,9 @@ from groups import run_group
 from madeup import config_of, save, shards
 from messages import says
 from processes import run_python
+from pydantic import ValidationError
 
-from declutr.common.errors import DamagedError, TrainingFailedError
+from declutr.common.errors import DamagedError, TrainingFailedError, UsageError
 from declutr.common.storage import read_json
 from declutr.trainer.build import allows_amx
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
@@ -50,6 +51,16 @@ def test_auto_takes_gpus_if_there_is_one_for_every_worker(tmp_path, log, workers
     assert read_json(tmp_path / DEVICE) == {"device": device}
     (line,) = log
     says(line, device, "scaling.device = auto", "2 GPU(s)")
+
+
+def test_elastic_determinism_is_for_cpus(tmp_path):
+    settings = {"elastic_determinism": True, "num_workers": 2}
+    with pytest.raises(UsageError, match=r"elastic_determinism.*GPUs.*device=cpu"):
+        choose(tmp_path, TWO_GPUS, **settings)
+    assert recorded_device(tmp_path) is None
+    assert choose(tmp_path, NO_GPU, **settings) == choose(tmp_path, TWO_GPUS, **settings) == "cpu", "the run keeps it"
+    with pytest.raises(ValidationError, match="elastic_determinism = true: its sums"):
+        ScalingConfig(device="cuda", **settings)
 
 
 @pytest.mark.parametrize(("first", "later"), [(TWO_GPUS, NO_GPU), (NO_GPU, TWO_GPUS)])

@@ -14,7 +14,7 @@ import msgspec
 from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import DamagedError
+from declutr.common.errors import DamagedError, UsageError
 from declutr.common.storage import Record, hash_json, read_record, write_json
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
@@ -25,7 +25,7 @@ from declutr.trainer.checkpoints.store import RunStore
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import NN_ACCURACY
 from declutr.trainer.run import DEVICE, RESUME_SETTINGS, Device, RunPlan, recorded_device
-from declutr.trainer.scaling import ScalingConfig
+from declutr.trainer.scaling import ON_GPUS, ScalingConfig
 
 
 def kept_device(scaling: ScalingConfig, run: Path) -> Literal["auto", "cpu", "cuda"]:
@@ -69,6 +69,7 @@ def choose_device(scaling: ScalingConfig, run: Path, store: RunStore | None, res
     Raises:
         DamagedError: as `recorded_device`.
         RemoteError: the store does not take the choice.
+        UsageError: GPUs are chosen, and the run cannot use them.
     """
     device = kept_device(scaling, run)
     gpus, min_workers = resources.get("GPU", 0), scaling.least_workers
@@ -77,6 +78,8 @@ def choose_device(scaling: ScalingConfig, run: Path, store: RunStore | None, res
         reason = f"scaling.device = auto, and Ray has {gpus:g} GPU(s) for at least {min_workers} worker(s)"
     else:
         reason = f"scaling.device = {scaling.device}"
+    if device == "cuda" and scaling.elastic_determinism:
+        raise UsageError(f"scaling.elastic_determinism = true, and this run would train on GPUs: {ON_GPUS}")
     record = recorded_device(run)
     if record is None or record.device != device:
         write_json(run / DEVICE, {"device": device})

@@ -80,9 +80,11 @@ class AttentionLayout:
     def __post_init__(self) -> None:
         """Rounds the length of the longest span up, and puts the longest spans first, for the kernels."""
         self.longest = -(-int(self.lengths.numpy().max(initial=1)) // _LENGTH_UNIT) * _LENGTH_UNIT
-        self.order = self.bounds[:-1]
+        self.order = self.bounds
         if self.kernels is not None:
-            self.order = to_device(self.lengths.argsort(descending=True, stable=True).int(), self.device)
+            # one more, as `bounds` has, because torch.compile makes a graph of its own for tensors of one element
+            order = F.pad(self.lengths.argsort(descending=True, stable=True), (0, 1))
+            self.order = to_device(order.int(), self.device)
 
     @cached_property
     def is_table(self) -> bool:

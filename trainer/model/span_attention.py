@@ -39,7 +39,7 @@ def attend_spans(
 ) -> Tensor:
     """As `attend` (trainer/model/attention.py), with the masks of `drop`, which has keys `(T,)`; None: no mask.
 
-    `order` is `(S,)` int32: the numbers of the spans in the order in which they start.
+    `order` is int32: the numbers of the S spans in the order in which they start; what follows is not read.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = query, key, value, bounds, order
