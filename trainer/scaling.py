@@ -33,6 +33,8 @@ class ScalingConfig(Strict):
     deterministic: bool = True
     """On a GPU, use algorithms that repeat their bits: equal steps of two runs are equal, also after a kill, on the
     same kind of GPU (docs/evidence/gpu.md). false: steps take less time. CPUs always repeat them."""
+    span_kernels: bool = False
+    """On a GPU, attention without dropout by this project's kernel too, not FlashAttention. Not measured yet."""
     elastic_determinism: bool = False
     """Train to the same bits with any number of workers, which get whole canonical microbatches. More time and memory,
     twice the exchange. On CPUs alone."""

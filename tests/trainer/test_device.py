@@ -14,12 +14,16 @@ from madeup import config_of, save, shards
 from messages import says
 from processes import run_python
 from pydantic import ValidationError
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.common.errors import DamagedError, TrainingFailedError, UsageError
 from declutr.common.storage import read_json
 from declutr.trainer.build import allows_amx
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
 from declutr.trainer.driver.continuation import choose_device, device_problem, kept_device, ray_problems
+from declutr.trainer.objectives.config import RunContext, SpanConfig
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.run import DEVICE, kept_precision, recorded_device
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.step import StepMetrics, TrainStep
@@ -217,6 +221,48 @@ def test_a_gpu_that_was_used_before_without_cublas_variable_is_told_apart():
     assert refusal(RuntimeError("CUDA error: out of memory")) is None
     code = "import os, declutr; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
     assert run_python("-c", code, env={CUBLAS: None}).stdout == ":4096:8\n"
+
+
+class Noting(Declutr):
+    """Notes how float32 products are computed in its loss."""
+
+    def terms(self, gathered):
+        self.noted = torch.get_float32_matmul_precision()
+        return super().terms(gathered)
+
+
+@pytest.mark.usefixtures("torch_as_before")
+def test_scores_of_the_loss_are_products_in_float32():
+    torch.set_float32_matmul_precision("high")
+    encoder = tiny_encoder(dtype=torch.float32)
+    objective = Noting(DeclutrConfig(), RunContext(spans=SpanConfig(num_anchors=2, num_positives=2)), 32)
+    train_step = tiny_train_step(encoder, loss=objective)
+    train_step.gradients({"": rank_batch(tiny_collator(), documents([200] * 2, 12))}, 1)
+    assert objective.noted == "highest"
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.parametrize(("deterministic", "algorithm"), [(True, "Ring"), (False, None)])
+def test_sums_over_gpus_go_around_a_ring_where_bits_repeat(deterministic, algorithm):
+    code = f"import os; from declutr.trainer.worker import backend; backend._prepare({deterministic}); "
+    done = run_python("-c", f"{code}print(os.environ.get('NCCL_ALGO'))", env={"NCCL_ALGO": None})
+    assert done.stdout == f"{algorithm}\n"
+
+
+@pytest.mark.parametrize("queue_size", [0, 8])
+def test_a_warm_up_leaves_nothing(queue_size):
+    """The kernels of a process are chosen for the first batch of the run, whichever step follows."""
+    first, second = (rank_batch(tiny_collator(), documents([200] * 4, 12, seed=seed)) for seed in (0, 1))
+    ends = []
+    for warm in (False, True):
+        train_step = tiny_train_step(tiny_encoder(dropout=0.1), DeclutrConfig(queue_size=queue_size))
+        if warm:
+            train_step.warm_up({"": first})
+            assert all(parameter.grad is None for parameter in train_step.encoder.parameters())
+        metrics = train_step.step({"": second}, 2)
+        ends.append((metrics, [p.detach().clone() for p in train_step.encoder.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))
 
 
 class Device:

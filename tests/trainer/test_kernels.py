@@ -16,11 +16,13 @@ from processes import run_python
 from tiny import FAMILIES, half_precision, random_spans, tiny_encoder
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.nn.attention import varlen
 
 from declutr.trainer.data.packedbatch import TokenRates
-from declutr.trainer.model.attention import Kernels, attend, attend_in_groups, kernel_problem
+from declutr.trainer.model.attention import AttentionLayout, Kernels, attend, attend_in_groups, kernel_problem
 from declutr.trainer.model.dropout import WeightDropout, attend_in_parts, attend_with_dropout, words
-from declutr.trainer.model.language_model import compile_layers, compiler_problem, parts
+from declutr.trainer.model.encoder import mlm_head
+from declutr.trainer.model.language_model import compile_layers, compiler_problem, pad_vocabulary, parts
 from declutr.trainer.parallel.reducers import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
@@ -125,6 +127,34 @@ def test_compiler_problem_names_what_a_machine_lacks(monkeypatch, tmp_path):
     says(compiler_problem(), "icc")
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "triton is missing" in compiler_problem()
+
+
+def test_torch_takes_flash_attention_for_spans():
+    """The backward of cuDNN, its alternative, does not repeat its bits."""
+    assert not varlen._should_use_cudnn(0)
+
+
+def test_kernels_start_with_the_longest_span():
+    layout = AttentionLayout(torch.tensor([3, 9, 3, 30]), CPU, None, None, Kernels(attend), torch.zeros(5))
+    assert layout.order.tolist()[:4] == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
+def test_a_padded_vocabulary_has_the_loss_and_gradients_of_the_plain_one(family):
+    """250 tokens: 256 logits are computed, and those beyond the vocabulary have no part."""
+    plain, padded = (tiny_encoder(family) for _ in range(2))
+    layer = padded.model.get_output_embeddings()
+    pad_vocabulary(layer)
+    assert layer.out_features % 64
+    hidden = torch.randn(5, plain.hidden_size, dtype=torch.float64)
+    assert mlm_head(padded.model)(hidden).shape == (5, layer.out_features)
+    batch = random_spans(MIXED, num_selected=9)
+    results = [(encoder(batch)[1], encoder) for encoder in (plain, padded)]
+    for loss, _ in results:
+        loss.backward()
+    assert deviation([results[1][0]], [results[0][0]]) < 1e-12
+    gradients = [[p.grad for p in encoder.parameters() if p.grad is not None] for _, encoder in results]
+    assert deviation(*gradients) < 1e-12
 
 
 def test_groups_are_kept_out_of_graphs():

@@ -269,7 +269,7 @@ def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool, o
         model: the encoder.
         device: its device.
         drops: attention weights are dropped.
-        own: take this project's kernel without dropout too (`encoder.span_kernels`).
+        own: take this project's kernel without dropout too (`scaling.span_kernels`).
     """
     if device.type != "cuda":
         return None
@@ -292,7 +292,7 @@ def own_kernel(head_size: int, device: torch.device, drops: bool) -> Any:
         if problem is None:
             return span_attention.attend_spans
     instead = "attention dropout stores the weights of some spans at a time, which is slower"
-    _warn_once(f"{instead if drops else 'encoder.span_kernels has no effect'}: {problem}")
+    _warn_once(f"{instead if drops else 'scaling.span_kernels has no effect'}: {problem}")
     return None
 
 

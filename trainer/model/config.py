@@ -79,8 +79,7 @@ class EncoderConfig(Strict):
     """Probability of dropping attention weights; null: `dropout`, or the model's. Above 0, a CPU computes attention
     weights explicitly, which is slow and needs memory; a GPU does so in float32, in padded layouts, and without
     Triton."""
-    span_kernels: bool = False
-    """On a GPU, attention without dropout by this project's kernel too, not FlashAttention. Not measured yet."""
+
     num_trainable_layers: int | None = Field(default=None, ge=1)
     """Train only this many of the last layers and what follows them. null: train everything."""
     activation_checkpointing: bool = False

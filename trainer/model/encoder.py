@@ -80,6 +80,7 @@ class Encoder(nn.Module):
         self.model = model
         self.load_report = load_report or LoadReport()
         self.sharded = False  # set by trainer/parallel/communicator.py
+        self.span_kernels = False  # set by trainer/build.py, from the setting of that name
         self._kernels: dict[tuple[torch.device, bool], Kernels | None] = {}
         self._switch: EmbeddingSwitch | None = None
         self.hidden_size = int(model.config.hidden_size)
@@ -171,7 +172,7 @@ class Encoder(nn.Module):
             drops: attention weights are dropped.
         """
         if (device, drops) not in self._kernels:
-            self._kernels[device, drops] = fitting_kernels(self.model, device, drops, self.config.span_kernels)
+            self._kernels[device, drops] = fitting_kernels(self.model, device, drops, self.span_kernels)
         return self._kernels[device, drops]
 
     def token_places(self, batch: AnyBatch) -> int:
