@@ -320,18 +320,18 @@ def compile_layers(body: nn.Module, **options: Any) -> None:
         part.compile(dynamic=True, **(options or {"options": INDUCTOR}))
 
 
-def pad_vocabulary(layer: nn.Module | None) -> None:
-    """Lets the layer in front of the logits compute a multiple of 64 of them, and drop those beyond the vocabulary.
+def pad_vocabulary(layer: nn.Module | None, unit: int = _LOGIT_UNIT) -> None:
+    """Lets the layer in front of the logits compute a multiple of `unit` of them, and drop those beyond the vocabulary.
 
     The rows of 50,265 logits in half precision have no aligned starts: a GPU computes them several times more slowly.
     Inductor would pad them itself, but by a timing, after which another process may compute other bits.
     """
-    if isinstance(layer, nn.Linear) and layer.out_features % _LOGIT_UNIT:
-        layer.forward = partial(_padded_logits, layer)  # type: ignore[method-assign]
+    if isinstance(layer, nn.Linear) and layer.out_features % unit:
+        layer.forward = partial(_padded_logits, layer, unit)  # type: ignore[method-assign]
 
 
-def _padded_logits(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    missing = -layer.out_features % _LOGIT_UNIT
+def _padded_logits(layer: nn.Linear, unit: int, hidden: Tensor) -> Tensor:
+    missing = -layer.out_features % unit
     bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
     return F.linear(hidden, F.pad(layer.weight, (0, 0, 0, missing)), bias)[..., : layer.out_features]
 
