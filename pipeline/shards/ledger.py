@@ -24,7 +24,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -255,6 +256,9 @@ class Entry:
     detail: str | None
 
 
+_VALUES = attrgetter(*(column.name for column in fields(Entry)))
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerFile:
     """Description of a ledger in its sidecar."""
@@ -290,7 +294,7 @@ class LedgerWriter(ExitStack):
             self._flush()
 
     def _flush(self) -> None:
-        columns = zip(*map(astuple, self._entries), strict=True)
+        columns = zip(*map(_VALUES, self._entries), strict=True)
         arrays = [pa.array(values, column.type) for values, column in zip(columns, SCHEMA, strict=True)]
         self._stream.write_batch(pa.record_batch(arrays, schema=SCHEMA))
         self._entries = []
