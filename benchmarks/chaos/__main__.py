@@ -146,11 +146,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the matrix."""
     parser = record.parser("chaos", __doc__)
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
-    parser.add_argument("--together", action="store_true", help="cause them in one run, in turn; for one setting")
+    parser.add_argument("--together", action="store_true", help="cause them in turn in one run: faults of one setting")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run ({STEPS}); elastic faults take more")
     parser.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
     options = record.parse(parser, arguments)
     chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    if options.together and len({fault.setting for fault in chosen}) > 1:
+        parser.error("--together takes faults of one setting: choose them with --only")
     begun = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
     leave_mounts_to_ourselves()

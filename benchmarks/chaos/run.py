@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import yaml
@@ -147,6 +147,7 @@ class Run:
     ended: float = 0.0
     driver: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _ranks: dict[int, int] = field(default_factory=dict, repr=False)
+    _metrics: dict[int, BinaryIO] = field(default_factory=dict, repr=False)  # files of metrics so far, by inode
 
     @property
     def folder(self) -> Path:
@@ -190,6 +191,8 @@ class Run:
 
     def end(self) -> None:
         """Stop the command if it still runs."""
+        while self._metrics:
+            self._metrics.popitem()[1].close()
         if self.driver is not None and not self.over:
             self.driver.terminate()
             try:
@@ -214,8 +217,14 @@ class Run:
     @property
     def inode(self) -> int | None:
         """Inode of the metrics, which a restart of the workers writes anew; None before the first step."""
-        path = self.folder / METRICS
-        return path.stat().st_ino if path.is_file() else None
+        try:
+            stream = (self.folder / METRICS).open("rb")
+        except FileNotFoundError:
+            return None
+        number = os.fstat(stream.fileno()).st_ino
+        if self._metrics.setdefault(number, stream) is not stream:  # open, or a later file could get its number
+            stream.close()
+        return number
 
     def snapshot(self) -> Snapshot:
         """Record this moment."""

@@ -18,6 +18,8 @@ _MAX_DIGITS = 19  # those of _MAX_NUMBER; `int` refuses more than 4,300
 _SPARSE = b"GNU.sparse."
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
 _KINDS |= {b"0": "file", b"\0": "file", b"7": "file", b"5": "folder"}
+_EMPTY = (b"1", b"2", b"3", b"4", b"5", b"6")  # kinds without contents, whatever their size says
+_EXTENSIONS = (b"L", b"K", b"x", b"g", b"X")  # kinds of headers that say something of the next member or of all
 _MAX_WARC_HEADER_BYTES = 1 << 16
 _ENDS = (b"\r\n\r\n", b"\n\n")
 
@@ -70,10 +72,7 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         EOFError: the archive has no end mark.
         other READ_ERRORS: the stream failed.
     """
-    name: str | None = None
-    size: int | None = None
-    sparse = False
-    start = stream.position
+    said, start = _Said(), stream.position
     while start < stop:
         header = stream.read_whole(BLOCK_BYTES)
         if len(header) < BLOCK_BYTES:
@@ -89,34 +88,48 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
         # The sum counts its own field as spaces.
         if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise OSError("a damaged header (its checksum is wrong)")
-        kind = header[156:157]
-        length = _number(header[124:136])
-        if kind in (b"L", b"K", b"x", b"g", b"X"):
-            payload = _payload(stream, length)
-            if kind == b"L":
-                name = _text(payload)
-            elif kind in (b"x", b"X"):
-                name, size = _extended(payload, name, size)
-                sparse = sparse or _SPARSE in payload
+        kind, length = header[156:157], _number(header[124:136])
+        if kind in _EXTENSIONS:
+            said.add(kind, _payload(stream, length))
             continue
-        length = length if size is None else size  # pax has sizes above 8 GiB, which the octal field cannot
-        prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""  # GNU's headers have times there
-        path = name if name is not None else f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
-        member_kind = _KINDS.get(kind, f"of the unknown type {kind!r}")
-        if kind in (b"0", b"\0") and path.endswith("/"):  # old archives have no kind for folders
-            member_kind = "folder"
         more = kind == b"S" and header[482]  # the map of holes of a sparse file goes on in blocks behind its header
         while more:
             more = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
-        # A link can have its target's size, without the bytes.
-        length = 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length
+        # A link can have its target's size, without the bytes. pax has sizes above 8 GiB, which the octal field cannot.
+        length = 0 if kind in _EMPTY else length if said.size is None else said.size
         end = stream.position + _padded(length)
-        member_kind = "a sparse file" if sparse or kind == b"S" else member_kind
-        yield Member(path, member_kind, start, _contents(stream, length))
+        yield Member(*_title(header, said), start, _contents(stream, length))
         stream.skip(end - stream.position)  # what the reader of the member has left
-        name = size = None
-        sparse = False
-        start = stream.position
+        said, start = _Said(), stream.position
+
+
+@dataclass
+class _Said:
+    """What extension headers say of the member after them; None: its own header says it."""
+
+    name: str | None = None
+    size: int | None = None
+    sparse: bool = False
+
+    def add(self, kind: bytes, payload: bytes) -> None:
+        """Reads the content of one, of GNU's long name (L) or pax (x, X); others say nothing of name and size."""
+        if kind == b"L":
+            self.name = _text(payload)
+        elif kind in (b"x", b"X"):
+            self.name, self.size = _extended(payload, self.name, self.size)
+            self.sparse = self.sparse or _SPARSE in payload
+
+
+def _title(header: bytes, said: _Said) -> tuple[str, str]:
+    """Name and kind of a member."""
+    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""  # GNU's headers have times there
+    own = f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
+    name, kind = own if said.name is None else said.name, header[156:157]
+    if said.sparse or kind == b"S":
+        return name, "a sparse file"
+    if kind in (b"0", b"\0") and name.endswith("/"):  # old archives have no kind for folders
+        return name, "folder"
+    return name, _KINDS.get(kind, f"of the unknown type {kind!r}")
 
 
 def find_members(stream: ByteStream, key: Callable[[str], str] | None = None) -> tuple["array[int]", int | None]:

@@ -74,23 +74,30 @@ def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[In
         matches = [path for path in dict.fromkeys(steps) if not is_hidden(path.relative_to(plain).as_posix())]
     if plain in lost:
         raise lost[plain]
-    for path in lost:
-        yield _lost(path, path.relative_to(plain).as_posix())
-    for path in sorted(matches) if parts[-1] != "**" else ():
-        relative = path.relative_to(plain).as_posix()
-        try:
-            mode = path.stat().st_mode
-        except OSError:
-            yield _lost(path, relative)
-            continue
-        if stat.S_ISREG(mode):
-            yield _local(path, relative, searched=True)
-        elif not stat.S_ISDIR(mode):
-            skipped.add(SPECIAL, relative)
-        elif "**" not in parts:
-            skipped.add(FOLDER, relative)
-        elif path.is_symlink():
-            skipped.add(LINKED_FOLDER, relative)
+    yield from (_lost(path, path.relative_to(plain).as_posix()) for path in lost)
+    if parts[-1] != "**":  # which matches folders alone
+        for path in sorted(matches):
+            yield from _input(path, path.relative_to(plain).as_posix(), "**" in parts, skipped)
+
+
+def _input(path: Path, relative: str, below: bool, skipped: Skipped) -> Iterator[Input]:
+    """One match as an input, a lost one too; nothing for a folder or a special file, which are counted as skipped.
+
+    `below`: what is below folders is matched too, so that a folder itself is nothing that was left out.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        yield _lost(path, relative)
+        return
+    if stat.S_ISREG(mode):
+        yield _local(path, relative, searched=True)
+    elif not stat.S_ISDIR(mode):
+        skipped.add(SPECIAL, relative)
+    elif not below:
+        skipped.add(FOLDER, relative)
+    elif path.is_symlink():
+        skipped.add(LINKED_FOLDER, relative)
 
 
 def _step(folder: Path, part: str, lost: dict[Path, OSError]) -> Iterator[Path]:

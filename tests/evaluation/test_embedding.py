@@ -285,7 +285,7 @@ def test_inputs_replaced_between_kill_and_restart_are_read_anew(texts, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("renamed", ["/00000.json", "/out.npy.json"])
+@pytest.mark.parametrize("renamed", [pytest.param("/00000.json", marks=pytest.mark.nightly), "/out.npy.json"])
 def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_encoder(texts, tmp_path, renamed):
     """`out.npy` and the part of a unit take their names before the file that says whose they are."""
     given = [str(texts), "--output", str(tmp_path / "out.npy")]

@@ -23,6 +23,7 @@ from declutr.inspection.order import read_order
 from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import build_parts
+from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.packedbatch import DIGEST
@@ -319,6 +320,12 @@ def test_an_offset_that_no_file_has_names_no_document(shards, short_run, capsys,
     source = ShardSet(shards["documents"], "train").take(np.array([0]))["source"][0].as_py()
     assert main(["why", str(short_run), "--document", f"{source}:{offset}"]) == 1
     assert "no document matches" in capsys.readouterr().err
+
+
+def test_a_broken_export_leaves_the_positions_to_the_encoder_of_the_settings(short_run):
+    (short_run / EXPORT).mkdir()
+    (short_run / EXPORT / "config.json").write_text("{")
+    assert len(list(StepReader(read_order(short_run).tasks[""], short_run).rows(1))) == 8
 
 
 class Needing(Declutr):

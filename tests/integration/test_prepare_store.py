@@ -122,7 +122,7 @@ def test_a_plan_and_a_corpus_of_which_nothing_is_kept_leave_nothing(corpus, buck
     ("status", "code", "after", "words"),
     [
         (403, "AccessDenied", 0, ["nothing can be", "refuses", ("credentials", "permissions")]),
-        (503, "SlowDown", 12, ["answered", "request rate", "same command"]),
+        pytest.param(503, "SlowDown", 12, ["answered", "request rate", "same command"], marks=pytest.mark.nightly),
         (400, "ExpiredToken", 35, ["refuses", ("credentials", "expired", "renew"), "same command"]),
     ],
 )

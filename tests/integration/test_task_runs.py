@@ -99,6 +99,7 @@ def finished(prepared, tmp_path_factory):
     return run
 
 
+@pytest.mark.nightly
 def test_a_killed_run_continues_to_the_same_bits(prepared, finished, tmp_path):
     """Frontends, heads, SCD's projector with its statistics, SCL's classifier, four optimizers and streams."""
     killed = tmp_path / "killed"
@@ -168,7 +169,7 @@ def test_exports_load_elsewhere_with_equal_embeddings(prepared, tmp_path, object
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("task_schedule", ["joint", "alternating"])
+@pytest.mark.parametrize("task_schedule", [pytest.param("joint", marks=pytest.mark.nightly), "alternating"])
 def test_verify_gradients_of_all_tasks_passes(prepared, tmp_path, task_schedule):
     settings = tasks_of(prepared) | {"task_schedule": task_schedule, "batch_documents": 5}
     for difference in verify(config_of(prepared, tmp_path / "run", SCD, **settings), 5, [2]):

@@ -223,9 +223,9 @@ print(json.dumps([counts.model_dump(), before, resource.getrusage(resource.RUSAG
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
-@pytest.mark.parametrize("kind", ["images", pytest.param("audio", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["images", "audio"])
 def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
     """80 MiB of stored rows, one sound of a claimed hour and a large image need far less."""
     if kind == "images":

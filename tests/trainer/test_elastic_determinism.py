@@ -79,7 +79,7 @@ def alone():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [3, 7])
+@pytest.mark.parametrize("size", [3, pytest.param(7, marks=pytest.mark.nightly)])
 def test_any_number_of_workers_has_the_same_bits(alone, size):
     """With units of two documents, seven workers have five units: two workers have none."""
     assert len({one[0] for one in alone.values()}) == len(CASES) - 3  # a second forward changes no bit

@@ -158,6 +158,7 @@ def sharded(comm, families):
 
 
 @pytest.mark.dist
+@pytest.mark.nightly
 def test_every_family_can_be_sharded():
     families = [family for family in TRAINED if family not in ("xlm-roberta", "camembert")]  # RoBERTa's own layers
     single = sharded(Communicator(), families)

@@ -115,7 +115,10 @@ def test_statistics_of_a_batch_do_not_depend_on_microbatches():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("size", "sharded", "shared_rows"), [(2, False, SHARED_ROWS), (3, False, 0), (2, True, 0)])
+@pytest.mark.parametrize(
+    ("size", "sharded", "shared_rows"),
+    [(2, False, SHARED_ROWS), (3, False, 0), pytest.param(2, True, 0, marks=pytest.mark.nightly)],
+)
 def test_steps_are_equal_on_any_number_of_workers(size, sharded, shared_rows):
     """With `shared_rows` of 0, workers share the loss where its objective allows it."""
     first, *others = run_group(size, every_case, sharded, shared_rows)

@@ -25,6 +25,7 @@ from declutr.trainer.parallel.reducers import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
 CPU = torch.device("cpu")
+DAILY = [(3, True, 7), (1, False, None)]  # heads, mixed rates, window: each of these takes ten seconds
 values = partial(half_precision, torch.bfloat16)
 in_float16 = partial(half_precision, torch.float16)  # the interpreter has no products in bfloat16
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -176,7 +177,7 @@ def test_compile_layers_while_the_backward_runs_sends_buckets():
     ("family", "layout"),
     [
         ("roberta", "kernel"),
-        ("roberta", "groups"),
+        pytest.param("roberta", "groups", marks=pytest.mark.nightly),
         pytest.param("roberta", "padded", marks=pytest.mark.nightly),
         ("modernbert", "kernel"),
     ],
@@ -246,9 +247,15 @@ def explicit(query, key, value, bounds, window, drop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 7, pytest.param(65, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("mixed_rates", [False, True])
-@pytest.mark.parametrize(("heads", "head_size"), [(3, 8), (1, 24)])
+@pytest.mark.parametrize(
+    ("heads", "head_size", "mixed_rates", "window"),
+    [
+        pytest.param(*shape, mixed, window, marks=() if (shape[0], mixed, window) in DAILY else pytest.mark.nightly)
+        for shape in ((3, 8), (1, 24))
+        for mixed in (False, True)
+        for window in (None, 7, 65)
+    ],
+)
 def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mixed_rates, window):
     """Also at the edges of blocks of 64 tokens; equal masks, or the difference would be as large as the values."""
     lengths = [64, 1, 130, 63, 65]
@@ -289,7 +296,7 @@ def test_an_encoder_computes_what_groups_compute(family):
         assert (one - other).norm() < 0.01 * other.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_attention_has_one_graph_for_all_layers_and_lengths():
     """The backward is traced too. Dynamo repeats an analysis for it, and keeps one."""
     torch._dynamo.reset()

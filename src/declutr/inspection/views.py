@@ -129,21 +129,22 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
     Raises:
         UsageError: no local file has them.
     """
-    place = encoder.pretrained
-    if (run / EXPORT / "config.json").is_file():  # it has the positions of the run
-        place = str(run / EXPORT)
-    # the run may come from someone else, and grants no trust
-    settings = encoder.model_copy(update={"pretrained": place, "trust_remote_code": False})
-    try:
-        with cache_only("only what was downloaded before is read"):
-            return max_span_tokens(load_shapes(settings, tokenizer))
-    # what transformers raises for files that it did not write
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"encoder.pretrained = {encoder.pretrained}: its number of positions, which cuts longer spans, cannot be "
-            f"read from this machine ({reason}); add encoder.pretrained=FOLDER"
-        ) from error
+    # the export has the positions of the run; it may be broken, and then a folder that the user names is read
+    places = [str(run / EXPORT)] * (run / EXPORT / "config.json").is_file() + [encoder.pretrained]
+    reasons = []
+    for place in places:
+        # the run may come from someone else, and grants no trust
+        settings = encoder.model_copy(update={"pretrained": place, "trust_remote_code": False})
+        try:
+            with cache_only("only what was downloaded before is read"):
+                return max_span_tokens(load_shapes(settings, tokenizer))
+        # what transformers raises for files that it did not write
+        except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            reasons.append((str(error).strip().splitlines() or [type(error).__name__])[0])
+    raise UsageError(
+        f"encoder.pretrained = {encoder.pretrained}: its number of positions, which cuts longer spans, cannot be "
+        f"read from this machine ({'; '.join(reasons)}); add encoder.pretrained=FOLDER"
+    )
 
 
 def step_lines(

@@ -223,6 +223,7 @@ def test_refused_data_give_no_result(folder, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.usefixtures("session")
 def test_harness_on_ray_gives_the_results_of_this_process(folder, tmp_path, monkeypatch):
     names = ("SST2", "SICK-R", "STS12", "Tense")

@@ -84,7 +84,8 @@ class DeclutrConfig(ObjectiveConfig):
     contrast_unmasked_anchors: bool = False
     """Embed anchors again without masks for the contrastive loss; the released code contrasts masked anchors."""
     queue_size: int = Field(default=0, ge=0)
-    """Embeddings of earlier steps as extra negatives (the paper's memory bank); 0: none."""
+    """Embeddings of earlier steps as extra negatives (the paper's memory bank), with the loss ntxent and without its
+    `exclude_same_document`; 0: none."""
     reference_rank_scaling: Annotated[int, Field(ge=1)] | None = None
     """Divide the gradient of the contrastive loss, not the logged loss, by this number, as released by the number of
     GPUs (4 in the paper). null: off."""

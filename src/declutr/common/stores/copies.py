@@ -39,7 +39,7 @@ def fetch_all(remote: Folder, local: Path) -> int:
     available = _tree(remote)
     if not available:
         raise FileNotFoundError(f"{remote.url}: nothing found; check the address")
-    if available.get(PLAN, available) is None:  # there, and in no list; the list of a finished output names it
+    if PLAN in available and available[PLAN] is None:  # the list of a finished output names it, with its checksum
         raise RemoteError(
             f"{remote.url} holds an unfinished preparation, so nothing was fetched; repeat its `declutr prepare`, or "
             "delete it"
@@ -86,7 +86,10 @@ def _tree(remote: Folder) -> dict[str, FileRecord | None]:
     if special := {name: kind for name, kind in kinds.items() if kind not in ("file", "directory")}:
         raise AlteredError(f"{remote.url}: these entries are neither files nor folders: {special}")
     for name, kind in kinds.items():
-        files |= {name: None} if kind == "file" else {f"{name}/{x}": y for x, y in _tree(remote / name).items()}
+        if kind == "file":
+            files[name] = None
+        else:
+            files |= {f"{name}/{below}": record for below, record in _tree(remote / name).items()}
     return files
 
 
@@ -100,9 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     source, target = options.source, options.target
     setup_logging("copy")
-    if is_remote(source) == is_remote(target):
-        which = "both are addresses: copy to a folder, then" if is_remote(source) else "neither is an address: use"
-        raise NotADirectoryError(f"{source}, {target}: {which} {'from it' if is_remote(source) else '`cp -r`'}")
+    if is_remote(source) and is_remote(target):
+        raise NotADirectoryError(f"{source}, {target}: both are addresses: copy to a folder, then from it")
+    if not is_remote(source) and not is_remote(target):
+        raise NotADirectoryError(f"{source}, {target}: neither is an address: use `cp -r`")
     folder = expand(source if is_remote(target) else target)
     if is_remote(target):
         if not folder.is_dir():
