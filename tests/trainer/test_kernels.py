@@ -20,7 +20,6 @@ from declutr.trainer.data.packedbatch import TokenRates
 from declutr.trainer.model.attention import Kernels, attend, attend_in_groups, kernel_problem
 from declutr.trainer.model.dropout import WeightDropout, attend_in_parts, attend_with_dropout, words
 from declutr.trainer.model.language_model import compile_layers, compiler_problem, parts
-from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.reducers import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
@@ -144,7 +143,7 @@ class Noting(BucketedReducer):
 
 def layers_done(encoder):
     """For each bucket of the encoder's parameters, the layers whose backward has run when it is sent."""
-    reducer = Noting(Communicator(), list(encoder.model.base_model.parameters()), bucket_bytes=2**12)
+    reducer = Noting(list(encoder.model.base_model.parameters()), bucket_bytes=2**12)
     reducer.notes = []
     for _ in range(2):
         cpukernel.BACKWARDS.clear()
