@@ -68,7 +68,8 @@ def ask(index: str, queries: int, seed: int) -> None:
 
 def measure(top: Path, rows: int, size: int, queries: int, seed: int) -> dict[str, dict[str, Any]]:
     """Figures of each form of an index of so many texts."""
-    texts, embeddings, seconds = top / f"{rows}.txt", top / f"{rows}.npy", top / f"{rows}.json"
+    name = f"{rows}-{size}-{seed}"  # what decides the vectors, because a folder may hold other ones
+    texts, embeddings, seconds = (top / f"{name}.{kind}" for kind in ("txt", "npy", "json"))
     if not embeddings.exists():
         with texts.open("w", encoding="ascii") as stream:
             stream.writelines(f"{text}\n" for text in drawn_texts(rows, _TEXT_WORDS, "benchmark texts", seed))
@@ -76,7 +77,7 @@ def measure(top: Path, rows: int, size: int, queries: int, seed: int) -> dict[st
     built: dict[str, float] = read_json(seconds) if seconds.exists() else {}
     forms = {}
     for form, options in _FORMS.items():
-        index, begun = top / f"{rows}-{form.replace(' ', '-')}", time.perf_counter()
+        index, begun = top / f"{name}-{form.replace(' ', '-')}", time.perf_counter()
         if form not in built:
             declutr.index(embeddings, index, **options)
             built[form] = round(time.perf_counter() - begun, 1)
