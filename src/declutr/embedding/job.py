@@ -47,7 +47,7 @@ _MIB = 2**20
 _LOCK = ".lock"
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
-"""Most deaths of workers in a command; an input that crashes a library would otherwise be begun for ever."""
+"""Most deaths of workers in a command; an input that crashes a library would otherwise be tried for ever."""
 
 
 def embed(
@@ -324,7 +324,7 @@ def _embed_on_ray(
                 raise UsageError(
                     f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
                 ) from error
-            get_logger().warning("a worker died; %d of %d units are left and begun again", len(todo), len(sizes))
+            get_logger().warning("a worker died; %d of %d units are embedded anew", len(todo), len(sizes))
 
 
 class UnitEmbedder:
@@ -349,7 +349,9 @@ class UnitEmbedder:
             return {"sidecar": "", "problem": self._problem}
         unit = Unit.model_validate_json(row["unit"])
         try:
-            sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
+            # finished before another worker died, which ended the pass that would have returned it
+            sidecar = finished(unit.name, row["identity"], self._folder)
+            sidecar = sidecar or embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
         except (OSError, UsageError) as error:  # if raised here, users would see a traceback of Ray
             return {"sidecar": "", "problem": f"{error}. Finished units are kept; run the same command to continue"}
         return {"sidecar": sidecar.model_dump_json(), "problem": ""}
