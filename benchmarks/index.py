@@ -1,6 +1,6 @@
 """A service of search: how long an index takes to open and to answer, and what it holds in memory, by rows.
 
-    python -m benchmarks.index --json OUT [--rows 10000 100000 1000000] [--size 384] [--queries 100]
+    python -m benchmarks.index --json OUT [--rows 10000 100000 1000000] [--size 384] [--folder DIR]
 
 Texts are 40 words of a vocabulary of 60,000, drawn by Zipf's law; queries are five such words. Vectors are those of
 `hashed-words`, whose query costs nothing, so that the search alone is timed; their number and type decide its time,
@@ -22,6 +22,7 @@ import numpy as np
 import declutr
 from benchmarks import record
 from declutr.common import seeding
+from declutr.common.storage import read_json, write_json
 
 _WORDS, _TEXT_WORDS, _QUERY_WORDS = 60_000, 40, 5
 _BATCH_TEXTS = 10_000
@@ -67,19 +68,24 @@ def ask(index: str, queries: int, seed: int) -> None:
 
 def measure(top: Path, rows: int, size: int, queries: int, seed: int) -> dict[str, dict[str, Any]]:
     """Figures of each form of an index of so many texts."""
-    texts, embeddings = top / f"{rows}.txt", top / f"{rows}.npy"
-    with texts.open("w", encoding="ascii") as stream:
-        stream.writelines(f"{text}\n" for text in drawn_texts(rows, _TEXT_WORDS, "benchmark texts", seed))
-    declutr.embed(f"hashed-words:{size}", texts, embeddings)
+    name = f"{rows}-{size}-{seed}"  # what decides the vectors, because a folder may hold other ones
+    texts, embeddings, seconds = (top / f"{name}.{kind}" for kind in ("txt", "npy", "json"))
+    if not embeddings.exists():
+        with texts.open("w", encoding="ascii") as stream:
+            stream.writelines(f"{text}\n" for text in drawn_texts(rows, _TEXT_WORDS, "benchmark texts", seed))
+        declutr.embed(f"hashed-words:{size}", texts, embeddings)
+    built: dict[str, float] = read_json(seconds) if seconds.exists() else {}
     forms = {}
     for form, options in _FORMS.items():
-        index, begun = top / f"{rows}-{form.replace(' ', '-')}", time.perf_counter()
-        declutr.index(embeddings, index, **options)
-        built = time.perf_counter() - begun
+        index, begun = top / f"{name}-{form.replace(' ', '-')}", time.perf_counter()
+        if form not in built:
+            declutr.index(embeddings, index, **options)
+            built[form] = round(time.perf_counter() - begun, 1)
+            write_json(seconds, built)
         code = f"from benchmarks.index import ask; ask({str(index)!r}, {queries}, {seed})"
         answer = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
         num_bytes = sum(path.stat().st_size for path in index.rglob("*") if path.is_file())
-        forms[form] = {"build_seconds": round(built, 1), "disk_mib": round(num_bytes / record.MIB, 1)}
+        forms[form] = {"build_seconds": built[form], "disk_mib": round(num_bytes / record.MIB, 1)}
         forms[form] |= json.loads(answer)
         record.progress(f"{rows:,} rows, {form}: {forms[form]}")
     return forms
@@ -91,11 +97,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--size", type=int, default=384, help="numbers of a vector (384)")
     parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--folder", type=Path, help="folder that keeps the indexes for another run")
     options = record.parse(parser, arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as aside:
+        folder = options.folder or Path(aside)
+        folder.mkdir(exist_ok=True)
         rows = {
-            str(number): measure(Path(folder), number, options.size, options.queries, options.seed)
-            for number in options.rows
+            str(number): measure(folder, number, options.size, options.queries, options.seed) for number in options.rows
         }
     record.publish({"size": options.size, "queries": options.queries, "rows": rows}, options)
 

@@ -58,7 +58,7 @@ def test_rays_own_trainer_starts_the_workers(tmp_path):
 @pytest.fixture
 def counted_gpu():
     ray.shutdown()
-    ray.init(num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -47,7 +47,7 @@ _MIB = 2**20
 _LOCK = ".lock"
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
-"""Maximum restarts of a worker that dies; an input that crashes a library would otherwise restart it for ever."""
+"""Most deaths of workers in a command; an input that crashes a library would otherwise be tried for ever."""
 
 
 def embed(
@@ -300,27 +300,31 @@ def _embed_on_ray(
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
     workers = max(1, min(config.workers or gpus or cpus // _CPUS_PER_WORKER, gpus or cpus))  # a head may have no CPU
     share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
-    items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
-    sizes = {unit.name: unit.num_bytes for unit, _ in todo}
-    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(  # a block is what Ray computes again
-        UnitEmbedder,
-        fn_constructor_kwargs={"config": config, "folder": str(folder), "vectors": vectors_fingerprint(encoder)},
-        concurrency=min(workers, len(items)),
-        max_restarts=_RESTARTS,
-        max_task_retries=_RESTARTS,
-        **share,
-    )
-    try:
-        for row in rows.iter_rows():
-            if row["problem"]:
-                raise UsageError(row["problem"])
-            sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
-            report(sidecar.written, sizes[sidecar.unit])
-            yield sidecar
-    except (RayActorError, WorkerCrashedError) as error:
-        raise UsageError(
-            f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
-        ) from error
+    sizes, deaths = {unit.name: unit.num_bytes for unit, _ in todo}, 0
+    while todo:
+        items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
+        rows = ray.data.from_items(items, override_num_blocks=len(items)).map(  # a block is what Ray computes again
+            UnitEmbedder,
+            fn_constructor_kwargs={"config": config, "folder": str(folder), "vectors": vectors_fingerprint(encoder)},
+            concurrency=min(workers, len(items)),
+            max_restarts=0,  # else Ray shows every user a line of its C++ (ray-project/ray#53727)
+            **share,
+        )
+        try:
+            for row in rows.iter_rows():
+                if row["problem"]:
+                    raise UsageError(row["problem"])
+                sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
+                report(sidecar.written, sizes[sidecar.unit])
+                todo = [(unit, identity) for unit, identity in todo if unit.name != sidecar.unit]
+                yield sidecar
+        except (RayActorError, WorkerCrashedError) as error:
+            deaths += 1
+            if deaths > _RESTARTS:
+                raise UsageError(
+                    f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
+                ) from error
+            get_logger().warning("a worker died; %d of %d units are embedded anew", len(todo), len(sizes))
 
 
 class UnitEmbedder:
@@ -345,7 +349,9 @@ class UnitEmbedder:
             return {"sidecar": "", "problem": self._problem}
         unit = Unit.model_validate_json(row["unit"])
         try:
-            sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
+            # finished before another worker died, which ended the pass that would have returned it
+            sidecar = finished(unit.name, row["identity"], self._folder)
+            sidecar = sidecar or embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
         except (OSError, UsageError) as error:  # if raised here, users would see a traceback of Ray
             return {"sidecar": "", "problem": f"{error}. Finished units are kept; run the same command to continue"}
         return {"sidecar": sidecar.model_dump_json(), "problem": ""}
