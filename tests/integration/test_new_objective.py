@@ -1,35 +1,45 @@
 """The objective that docs/guides/new-objective.md builds, extracted from the page, installed by pip, and run."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tinyruns as runs
 from messages import says
+from tiny import VOCABULARY, documents
 
 from declutr.common.storage import hash_file
 
-pytestmark = [pytest.mark.ray, pytest.mark.dist, pytest.mark.nightly]
-
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
 SETTINGS = ["objective.kind=halves", "validation.every_steps=0"]
+
+
+def runs_ray(test):
+    return pytest.mark.ray(pytest.mark.dist(pytest.mark.nightly(test)))
 
 
 def page():
     return (runs.ROOT / "docs/guides/new-objective.md").read_text()
 
 
+def write_package(folder):
+    """The files of the page."""
+    written = re.findall(r"^```\w+ (\S+)\n(.*?)^```$", page(), re.MULTILINE | re.DOTALL)
+    for name, text in written:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    assert len(written) == 4
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder for PYTHONPATH with the package, its metadata and its entry point."""
     source, target = tmp_path_factory.mktemp("halves"), tmp_path_factory.mktemp("site")
-    written = re.findall(r"^```\w+ (\S+)\n(.*?)^```$", page(), re.MULTILINE | re.DOTALL)
-    for name, text in written:
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text(text)
-    assert len(written) == 4
+    write_package(source)
     (arguments,) = re.findall(r"^    pip install (.*) \./halves$", page(), re.MULTILINE)
     pip = [sys.executable, "-m", "pip", "install", "-q", *arguments.split(), "--target", str(target), str(source)]
     subprocess.run(pip, check=True)
@@ -57,6 +67,20 @@ def run_to_end(*arguments):
     return done.stdout
 
 
+def test_its_collator_packs_the_halves_of_a_document(tmp_path, monkeypatch):
+    write_package(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    collator = importlib.import_module("halves.objective").HalvesCollator(VOCABULARY, span_tokens=4, seed=0)
+    rows = documents([6, 20], max_tokens=4)
+    batch = collator.collate(rows, np.zeros(2, np.int64))
+    special = [VOCABULARY.bos, VOCABULARY.eos]
+    spans = [span.tolist() for span in batch.spans.input_ids.split(batch.spans.lengths.tolist())]
+    tokens = [row.as_py() for row in rows.column("tokens")]
+    parts = [tokens[0][:3], tokens[0][3:6], tokens[1][:4], tokens[1][4:8]]
+    assert spans == [[special[0], *part, special[1]] for part in parts]
+
+
+@runs_ray
 def test_new_objective_trains_and_continues_after_a_kill(installed, config, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_to_end(installed, "train", config, *SETTINGS, f"run={whole}")
@@ -75,12 +99,14 @@ def test_new_objective_trains_and_continues_after_a_kill(installed, config, tmp_
     assert "trained with halves of documents" in card
 
 
+@runs_ray
 def test_its_gradients_do_not_depend_on_workers_or_microbatches(installed, config):
     shown = run_to_end(installed, "verify-gradients", config, *SETTINGS, "--processes", "2")
     assert "float64" in shown
     assert "APART" not in shown
 
 
+@runs_ray
 def test_new_objectives_problems_are_found_before_ray_starts(installed, config):
     done = subprocess.run(
         **command(installed, "train", config, *SETTINGS, "batch_documents=1"), timeout=100, check=False
