@@ -131,10 +131,7 @@ def terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | 
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Products of float32 tensors in float32 also where the encoder's are in TF32.
-
-    A score of the loss has at most 10 correct bits in TF32, and is divided by a temperature such as .05.
-    """
+    """Float32 products whatever TF32 says: scores with 10 correct bits would be divided by a temperature of .05."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
