@@ -171,14 +171,15 @@ def test_help_waits_for_no_library():
 
 def test_choices_of_options_are_those_of_the_settings():
     from declutr.adaptation.config import AdaptConfig
-    from declutr.cli import FORMATS, POOLINGS, PRECISIONS, TARGETS
+    from declutr.cli import FORMATS, POOLINGS, PRECISIONS, ROLES, TARGETS
     from declutr.common.config import AnyPrecision
-    from declutr.encoders.protocol import Pooling
+    from declutr.encoders.protocol import Pooling, Role
     from declutr.evaluation.export.inputs import Target
     from declutr.pipeline.readers.corpus import Choice
 
     assert get_args(Choice) == get_args(AdaptConfig.model_fields["format"].annotation) == FORMATS
     assert get_args(Pooling) == POOLINGS
+    assert get_args(Role) == ROLES
     assert get_args(AnyPrecision) == PRECISIONS
     assert get_args(Target) == TARGETS
 

@@ -63,30 +63,6 @@ def test_a_family_whose_padding_reaches_the_texts_is_refused_by_name(family, fol
         load_encoder(str(tmp_path), device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "default", "told"),
-    [
-        ({"query": "query: ", "passage": "passage: "}, None, ("query = 'query: '", "passage = 'passage: '", "none")),
-        ({"query": "query: ", "document": ""}, None, ("query = 'query: '",)),
-        ({"query": "query: ", "document": "text: "}, "document", ("query = 'query: '", "'text: '")),
-        ({"query": "", "document": ""}, None, ()),
-        ({"query": "same: ", "document": "same: "}, "query", ()),
-        ({"classification": "class: "}, None, ()),
-    ],
-)
-def test_prompts_for_queries_or_documents_alone_are_named_once_because_none_is_applied(
-    tmp_path, capsys, prompts, default, told
-):
-    path = encoder_folder(tmp_path / "prompted", prompts=prompts, default_prompt_name=default)
-    (tmp_path / "in.txt").write_text("ab cd\n")
-    for name in ("first.npy", "second.npy"):
-        assert main(["embed", str(path), str(tmp_path / "in.txt"), "--output", str(tmp_path / name)]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "not applied" in line]
-    assert len(lines) == bool(told)
-    if told:
-        says(lines, *told, "default_prompt_name")
-
-
 def test_encoder_applies_prompt_and_lower_case(tmp_path):
     options = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
     path = encoder_folder(tmp_path / "prompted", **options)

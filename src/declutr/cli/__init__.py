@@ -9,6 +9,7 @@ from declutr.common.console.terminal import Parser as PlainParser
 FORMATS = ("auto", "auto_text_file", "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet")
 POOLINGS = ("mean", "cls", "max", "mean_without_cls")
 PRECISIONS = ("auto", "fp32", "bf16")
+ROLES = ("query", "document")
 TARGETS = ("onnx", "onnx-int8", "static")
 
 _SHARED: dict[str, dict[str, Any]] = {
@@ -20,6 +21,8 @@ _SHARED: dict[str, dict[str, Any]] = {
         "default": "auto",
         "help": "bf16 by default on GPUs and with AMX; fp32 is exact",
     },
+    "--query-prompt": {"metavar": "TEXT", "help": "text before every query (the encoder's own)"},
+    "--document-prompt": {"metavar": "TEXT", "help": "text before every text to be searched (the encoder's own)"},
     "--text-field": {"action": "append", "help": "field or column with the text (text); several are joined"},
     "--trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the encoder"},
     "config": {"help": "YAML file with a `train` section"},

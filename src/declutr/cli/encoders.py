@@ -7,7 +7,7 @@ import sys
 from os import PathLike
 from typing import Any
 
-from declutr.cli import FORMATS, TARGETS, Parser
+from declutr.cli import FORMATS, ROLES, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import shorten
 from declutr.common.paths import expand, listed, path_argument
@@ -43,7 +43,10 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
-    parser.shared("--text-field", "--pooling", "--precision", "--trust-remote-code")
+    parser.add_argument("--role", choices=ROLES, help="use of the texts, which decides the encoder's prompt before them"
+                        " (document, if it has prompts)")  # fmt: skip
+    parser.shared("--query-prompt", "--document-prompt", "--text-field", "--pooling", "--precision",
+                  "--trust-remote-code")  # fmt: skip
     options = _options(parser, arguments)
     from declutr.embedding.job import embed  # loads pyarrow, for which no wrong option waits
 

@@ -127,6 +127,7 @@ def _parser() -> Parser:
                         "it (default: the encoder that an export was trained from)")  # fmt: skip
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all)")
     parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present)")
+    parser.shared("--query-prompt", "--document-prompt")
     parser.shared("--address", "--allow-unchecked", "--pooling", "--precision", "--trust-remote-code")
     return parser
 
@@ -145,6 +146,8 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
         device=options.device,
         trust_remote_code=options.trust_remote_code,
         precision=options.precision,
+        query_prompt=options.query_prompt,
+        document_prompt=options.document_prompt,
     )
     if options.pooling and not hasattr(encoder, "encoder"):
         raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on it; remove it")

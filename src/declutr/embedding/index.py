@@ -27,7 +27,7 @@ from declutr.common.storage import hash_file
 from declutr.embedding.note import mapped
 from declutr.embedding.postings import StoredWords, wrong_file
 from declutr.embedding.units import CHUNK_ROWS, Coverage, Shape, VectorType, shaped
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, in_role
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
 INDEX = "index.json"
@@ -266,7 +266,7 @@ class SearchIndex:
         if shape.dtype == "int8":  # a query is not rounded
             shape = shape.model_copy(update={"dtype": "float32"})
         whole = query.encode("utf-8", "replace").decode()  # a terminal may give half a character
-        vector: NDArray[np.float32] = shaped(encoder.encode([whole]), shape)[0].astype(np.float32)
+        vector: NDArray[np.float32] = shaped(in_role(encoder, "query").encode([whole]), shape)[0].astype(np.float32)
         return vector
 
     def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:

@@ -38,7 +38,14 @@ from declutr.embedding.units import (
     part_schema,
     plan,
 )
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, precision_of, unloadable, vectors_fingerprint
+from declutr.encoders.protocol import (
+    EncoderChoice,
+    SentenceEncoder,
+    in_role,
+    precision_of,
+    unloadable,
+    vectors_fingerprint,
+)
 from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
@@ -137,6 +144,13 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
 
     output = config.output
     encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
+    document = in_role(encoder, "document")
+    if config.choice.role is None and document is not encoder:
+        # else a search for them would compare other vectors than those that the encoder learned to compare
+        config = config.model_copy(update={"choice": config.choice.model_copy(update={"role": "document"})})
+        encoder = document
+    if prompt := getattr(encoder, "prompt", ""):
+        get_logger().info("%r is put before every text", prompt)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     if config.passages:

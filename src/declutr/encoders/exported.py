@@ -4,6 +4,7 @@ A table is in the format of sentence-transformers' StaticEmbedding: e(x) = 1/n s
 without special ones; 0 for a text without tokens.
 """
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,16 @@ from tokenizers import Tokenizer
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.encoders.protocol import MOST_PROMPT, Window, check_vocabulary, texts_of, token_counts
+from declutr.encoders.protocol import (
+    Role,
+    Window,
+    check_prompts,
+    check_vocabulary,
+    prompt_of,
+    role_prompts,
+    texts_of,
+    token_counts,
+)
 from declutr.trainer.model.behind import ModuleFiles
 
 GRAPH = "model.onnx"
@@ -64,20 +74,33 @@ class OnnxEncoder:
         try:
             settings = read_json(folder / SETTINGS)
             self.size, self.prompt = int(settings["size"]), str(settings["prompt"])
+            self._prompts = {str(key): str(text) for key, text in settings["prompts"].items()}
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self._pad = int((self._tokenizer.padding or {}).get("pad_id", 0))
             self._tokenizer.no_padding()  # `padded` does it, by batch
             files = [hash_file(folder / file) for file in (GRAPH, "tokenizer.json")]
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{folder}: is a damaged export to ONNX ({error!r}); export again") from error
-        if len(self.prompt) > MOST_PROMPT:
-            raise EncoderError(f"{folder}: its prompt has {len(self.prompt):,} characters; it may have {MOST_PROMPT:,}")
+        check_prompts(str(folder), {**self._prompts, "": self.prompt})
         if settings.get("tokenizer") != files[1]:
             raise EncoderError(f"{folder}: tokenizer.json is not the one of its graph; export again")
-        self.fingerprint = hash_json([*files, self.prompt])
+        self._files = files
         self._session = session_of(folder / GRAPH)
         largest = max(self._tokenizer.get_vocab().values(), default=0)
         self._embed([0], [[largest]])  # a graph shows no size of its table, but refuses an id beyond it: now, not later
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides the embeddings."""
+        return hash_json([*self._files, self.prompt, *role_prompts(self._prompts).items()])
+
+    def in_role(self, role: Role) -> "OnnxEncoder":
+        """The encoder with its prompt for queries or documents; itself if it has none of a role."""
+        if not role_prompts(self._prompts):
+            return self
+        encoder = copy.copy(self)
+        encoder.prompt = prompt_of(role, self._prompts)
+        return encoder
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; 0 for a text without tokens."""

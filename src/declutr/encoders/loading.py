@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import shorten
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
@@ -27,7 +28,10 @@ from declutr.encoders.protocol import (
     EncoderChoice,
     LongTexts,
     Pooling,
+    Role,
     SentenceEncoder,
+    check_prompts,
+    in_role,
     is_run,
     no_encoder,
 )
@@ -56,6 +60,9 @@ def load_encoder(
     long_texts: LongTexts = "cut",
     trust_remote_code: bool = False,
     precision: AnyPrecision = "auto",
+    role: Role | None = None,
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
 ) -> SentenceEncoder:
     """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`.
 
@@ -69,6 +76,10 @@ def load_encoder(
         max_tokens: maximum tokens of one input; None, or more than the encoder's limit: that limit.
         long_texts: cut longer inputs, or read them in windows.
         trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
+        role: put the encoder's prompt for queries or for documents before every text. None: only a default prompt.
+            `in_role` of the result changes it.
+        query_prompt: text before every query, instead of the encoder's own.
+        document_prompt: text before every text to be searched, instead of the encoder's own.
         precision: of the transformer's matrix products. auto: bf16 on a GPU or a CPU that has units for it, else fp32.
 
     Raises:
@@ -78,6 +89,9 @@ def load_encoder(
     name = str(name)
     if name.startswith("~"):
         name = str(expand(name))
+    own = {"query": query_prompt, "document": document_prompt}
+    own_prompts = {key: text for key, text in own.items() if text is not None}
+    check_prompts(name, own_prompts)
     # At a higher verbosity it would list the MLM head, which an encoder does not use, as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -87,6 +101,8 @@ def load_encoder(
         if kind == "hashed-words":
             if not rest.isdigit() or not int(rest):
                 raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
+            if own_prompts:
+                raise EncoderError(f"{name}: {_shown(own_prompts)} has no effect on hashed words; remove it")
             return HashedWords(int(rest), seed)
         loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
     elif (path / EXPORT).is_dir():
@@ -95,8 +111,8 @@ def load_encoder(
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)
-    elif encoder_of_export := _load_exported(path, pooling, max_tokens, long_texts):
-        return encoder_of_export
+    elif encoder_of_export := _load_exported(path, pooling, max_tokens, long_texts, own_prompts):
+        return in_role(encoder_of_export, role) if role else encoder_of_export
     else:
         loaded = load_pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded
@@ -141,14 +157,21 @@ def load_encoder(
         long_texts=long_texts,
         after=after,
         prompt=recipe.prompt if recipe else "",
-        prompts=recipe.prompts if recipe else {},
+        prompts={**(recipe.prompts if recipe else {}), **own_prompts},
+        pools_prompt=recipe is None or recipe.pools_prompt,
         embedding_size=recipe.size if recipe else None,
         unused=unused,
         precision=precision,
         chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,  # on a CPU tokenizing ahead would compete with it
         pretrained=start_of(path),
     )
-    return CutEncoder(whole, recipe.cut) if recipe and recipe.cut and recipe.cut < whole.size else whole
+    cut = CutEncoder(whole, recipe.cut) if recipe and recipe.cut and recipe.cut < whole.size else whole
+    return in_role(cut, role) if role else cut
+
+
+def _shown(prompts: dict[str, str]) -> str:
+    """Options of prompts as they were given."""
+    return ", ".join(f"--{role}-prompt {shorten(text, 40)!r}" for role, text in prompts.items())
 
 
 def start_of(path: Path) -> str:
@@ -168,7 +191,7 @@ def start_of(path: Path) -> str:
 
 
 def _load_exported(
-    path: Path, pooling: Pooling | None, max_tokens: int | None, long_texts: LongTexts
+    path: Path, pooling: Pooling | None, max_tokens: int | None, long_texts: LongTexts, own_prompts: dict[str, str]
 ) -> SentenceEncoder | None:
     """The encoder of a folder of `declutr export`; None if the folder is another.
 
@@ -184,7 +207,8 @@ def _load_exported(
             return None
         kind = StaticEncoder
     options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
-    if fixed := [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]:
+    fixed = [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]
+    if fixed := [*fixed, *([_shown(own_prompts)] if own_prompts else [])]:
         raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
     try:
         check_folder(path)

@@ -4,7 +4,7 @@ Modules that cannot be computed exactly here are refused by name.
 """
 
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
@@ -13,10 +13,9 @@ from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
-from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_problem
-from declutr.encoders.protocol import MOST_PROMPT, Pooling, missing, near
+from declutr.encoders.protocol import Pooling, check_prompts, missing, near
 from declutr.trainer.model.behind import Dense, ModuleFiles, unread
 
 _FLAGS = {
@@ -41,9 +40,6 @@ _TRANSFORMER = {
     "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
 }
 """The same for sentence_bert_config.json."""
-_ROLES = ("query", "document", "passage", "corpus")
-"""Names of prompts that sentence-transformers puts before queries or documents alone."""
-_SHOWN_CHARACTERS = 40
 _MOST_MODULES = 32
 _MOST_NUMBER = 2**24  # of tokens or numbers of an embedding
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -66,7 +62,9 @@ class Recipe:
     lower_case: bool = False
     prompt: str = ""
     prompts: dict[str, str] = field(default_factory=dict)
-    """All prompts by name, of which none but the default one is put before texts here."""
+    """All prompts by name, of which `prompt` is the default one."""
+    pools_prompt: bool = True
+    """The tokens of a prompt are among those that are pooled."""
 
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
@@ -124,13 +122,11 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
     unread(f"{name}: config_sentence_transformers.json", options, _OPTIONS)
     cut = _limit(f"{name}: config_sentence_transformers.json", options, "truncate_dim")
     length = _limit(f"{name}: sentence_bert_config.json", limits, "max_seq_length")
-    prompt = _prompt(name, options)
+    prompt, prompts = _prompts(name, options)
     pooled = files.settings(f"{modules[1][1]}/config.json")
     if pooled is None:
         raise DamagedError(f"{modules[1][1]}/config.json is missing; the folder is incomplete")
     unread(f"{name}: {modules[1][1]}/config.json", pooled, dict.fromkeys((*_POOLING, *_FLAGS), ()))
-    if prompt and not pooled.get("include_prompt", True):
-        raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not supported")
     return Recipe(
         subfolder=modules[0][1],
         pooling=pooling or _pooling(name, pooled),
@@ -140,7 +136,8 @@ def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooli
         max_tokens=length,
         lower_case=bool(limits.get("do_lower_case")),
         prompt=prompt,
-        prompts={key: text for key, text in (options.get("prompts") or {}).items() if isinstance(text, str)},
+        prompts=prompts,
+        pools_prompt=bool(pooled.get("include_prompt", True)),
     )
 
 
@@ -152,33 +149,20 @@ def _limit(where: str, settings: dict[str, Any], key: str) -> int | None:
     raise EncoderError(f"{where} has {key} = {str(value)[:40]}; it must be a number from 1 to {_MOST_NUMBER:,}")
 
 
-def _prompt(name: str, options: dict[str, Any]) -> str:
-    """The default prompt; empty if there is none."""
+def _prompts(name: str, options: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """The default prompt, empty if there is none, and all prompts by name."""
     chosen, prompts = options.get("default_prompt_name"), options.get("prompts") or {}
-    prompt = prompts.get(chosen, "") if isinstance(chosen, str) and isinstance(prompts, dict) else ""
-    if not (chosen is None or isinstance(chosen, str)) or not isinstance(prompts, dict) or not isinstance(prompt, str):
+    valid = isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())
+    if not valid or not (chosen is None or isinstance(chosen, str)):
         raise EncoderError(f"{name}: config_sentence_transformers.json is damaged: its prompts must be texts by name")
     if chosen is not None and chosen not in prompts:
         raise EncoderError(
             f"{name}: config_sentence_transformers.json has default_prompt_name = {chosen}, and its prompts are "
             f"{', '.join(prompts) or 'none'}; name one of them, or remove it"
         )
-    if len(prompt) > MOST_PROMPT:
-        raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
-    other_prompts = {role: other for role in _ROLES if isinstance(other := prompts.get(role), str) and other != prompt}
-    if left := ", ".join(f"{role} = {other[:_SHOWN_CHARACTERS]!r}" for role, other in other_prompts.items() if other):
-        _warn_of_prompts(prompt[:_SHOWN_CHARACTERS], left)
-    return prompt
-
-
-@cache  # candidates of an adaptation have the prompts of their start
-def _warn_of_prompts(prompt: str, left: str) -> None:
-    """Warn once that queries and documents are embedded alike."""
-    get_logger().warning(
-        f"prompts {left} are not applied; before every text goes {repr(prompt) if prompt else 'none'}. "
-        "Search may find less than with encode_query and encode_document of sentence-transformers; "
-        "default_prompt_name in config_sentence_transformers.json chooses one prompt for all texts"
-    )
+    texts = {key: text for key, text in prompts.items() if text is not None}
+    check_prompts(name, texts)
+    return texts.get(chosen, "") if chosen else "", texts
 
 
 def _pooling(name: str, settings: dict[str, Any]) -> Pooling:

@@ -88,6 +88,39 @@ def texts_of(texts: Sequence[str]) -> list[str]:
     return listed
 
 
+Role = Literal["query", "document"]
+_PROMPT_NAMES: dict[Role, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Names of the prompts of a role, as the documentation of sentence-transformers lists them; its `encode_document` knows
+only the first, because it adds an empty one of that name."""
+
+
+def prompt_of(role: Role, prompts: Mapping[str, str]) -> str:
+    """The prompt of a role: the first of its names that is not empty; a default prompt does not replace it."""
+    return next((prompts[name] for name in _PROMPT_NAMES[role] if prompts.get(name)), "")
+
+
+def role_prompts(prompts: Mapping[str, str]) -> dict[str, str]:
+    """The prompts that belong to a role and are not empty."""
+    return {name: prompts[name] for names in _PROMPT_NAMES.values() for name in names if prompts.get(name)}
+
+
+def in_role(encoder: SentenceEncoder, role: Role) -> SentenceEncoder:
+    """The encoder with its prompt for queries or for documents before every text; itself if that changes nothing."""
+    change = getattr(encoder, "in_role", None)  # hashed words and static tables have no prompt
+    return change(role) if change else encoder
+
+
+def check_prompts(name: str, prompts: Mapping[str, str]) -> None:
+    """Checks the lengths of prompts.
+
+    Raises:
+        EncoderError: one has more than 16,384 characters.
+    """
+    for prompt in prompts.values():
+        if len(prompt) > MOST_PROMPT:
+            raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
+
+
 def unit_rows(rows: NDArray[Any]) -> NDArray[Any]:
     """Rows `(n, size)` scaled to length 1, in their own precision; a null row stays null."""
     unit: NDArray[Any] = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
@@ -200,6 +233,12 @@ class EncoderChoice(Strict):
     precision: AnyPrecision = "auto"
     """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999) and on a CPU
     with AMX (at least 0.9999), else fp32."""
+    role: Role | None = None
+    """Use of the texts, which decides the encoder's prompt before them: query, or document (texts to be searched)."""
+    query_prompt: str | None = Field(default=None, max_length=MOST_PROMPT)
+    """Text before every query, instead of the encoder's own."""
+    document_prompt: str | None = Field(default=None, max_length=MOST_PROMPT)
+    """Text before every text to be searched, instead of the encoder's own."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
     reading it back grants nothing."""
@@ -217,6 +256,11 @@ class CutEncoder:
         # of the vectors, because a cut has no precision of its own that `vectors_fingerprint` could add
         self.fingerprint = hash_json([vectors_fingerprint(self.whole), self.size])
         self.pretrained = getattr(self.whole, "pretrained", "")
+
+    def in_role(self, role: Role) -> "CutEncoder":
+        """The encoder with its prompt for queries or documents."""
+        whole = in_role(self.whole, role)
+        return self if whole is self.whole else CutEncoder(whole, self.size)
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)`."""

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from declutr.common.config import Precision
+from declutr.common.console.logs import get_logger
+from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.encoders.protocol import LongTexts, Window, texts_of, token_counts
+from declutr.encoders.protocol import LongTexts, Role, Window, prompt_of, role_prompts, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, write_steps
@@ -60,12 +62,22 @@ class TransformerEncoder:
     pretrained: str = ""
     """Name of the encoder from which it was trained, if its settings name one."""
     prompts: dict[str, str] = field(default_factory=dict)
-    """All prompts of its folder by name, which are written again and not used otherwise."""
+    """All prompts by name, of which `in_role` takes one."""
+    role: Role | None = None
+    """Role of the texts."""
+    pools_prompt: bool = True
+    """False: the tokens of a prompt, and the special ones before it, are left out of the pooling (mean, max)."""
 
     @property
     def size(self) -> int:
         """Numbers in an embedding."""
         return self.embedding_size or self.encoder.output_size
+
+    def in_role(self, role: Role) -> "TransformerEncoder":
+        """The encoder with its prompt for queries or documents; itself if it has none of a role."""
+        if not role_prompts(self.prompts) or role == self.role:
+            return self
+        return replace(self, prompt=prompt_of(role, self.prompts), role=role)
 
     @property
     def device(self) -> torch.device:
@@ -91,6 +103,8 @@ class TransformerEncoder:
             "prompt": self.prompt,
             "long_texts": self.long_texts,
         }
+        if prompts := role_prompts(self.prompts):  # they decide what a query or a document becomes
+            settings |= {"prompts": prompts, "pools_prompt": self.pools_prompt}
         return hash_json(settings)
 
     @cached_property
@@ -117,6 +131,8 @@ class TransformerEncoder:
         Special tokens are not counted; those of a prompt are.
         """
         texts = texts_of(texts)
+        if self.role is None and (prompts := role_prompts(self.prompts)):
+            _say_prompts(self.name, self.prompt, ", ".join(f"{key} {text!r}" for key, text in prompts.items()))
         if not texts:
             return np.empty((0, self.size), np.float32), np.empty((0, 2), np.int64)
         size = self.chunk_texts or len(texts)
@@ -156,8 +172,9 @@ class TransformerEncoder:
 
     def _of_rows(self, rows: list[Encoding]) -> NDArray[np.float32]:
         """Embeddings of tokenized texts, `(len(rows), size)`."""
+        unpooled = self._unpooled
         if self.long_texts == "cut" or not any(row.overflowing for row in rows):
-            return self.embed_ids([row.ids for row in rows])
+            return self.embed_ids([row.ids for row in rows], unpooled)
         windows = [[row, *row.overflowing] for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(group) for group in windows])
         flat = [window for group in windows for window in group]
@@ -170,15 +187,33 @@ class TransformerEncoder:
             means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
         return means.astype(np.float32)
 
-    def embed_ids(self, rows: list[list[int]]) -> NDArray[np.float32]:
-        """Embeddings `(len(rows), size)` of rows of token ids, special ones included; 0 for a row without tokens."""
+    @cached_property
+    def _unpooled(self) -> int:
+        """Tokens at the beginning of a text that are not pooled: those of a prompt, and the special ones before it."""
+        if self.pools_prompt or not self.prompt:
+            return 0
+        if self.long_texts == "windows":
+            raise EncoderError(
+                f"{self.name}: leaves its prompt out of the pooling, and only the first window has it; use "
+                "long_texts = cut, or --passages of `declutr embed`"
+            )
+        row = self._engine.encode(self.prompt)
+        if len(row) >= self.max_tokens:
+            raise EncoderError(f"{self.name}: its prompt fills the {self.max_tokens} tokens that it reads")
+        return len(row) - row.special_tokens_mask[-1]
+
+    def embed_ids(self, rows: list[list[int]], unpooled: int = 0) -> NDArray[np.float32]:
+        """Embeddings `(len(rows), size)` of rows of token ids, special ones included; 0 for a row without tokens.
+
+        The first `unpooled` tokens of each row, which must have more, are read and not pooled.
+        """
         if not rows:
             return np.empty((0, self.size), np.float32)
         if not all(rows):
             embeddings = np.zeros((len(rows), self.size), np.float32)
             filled = [place for place, row in enumerate(rows) if row]
             if filled:
-                embeddings[filled] = self.embed_ids([rows[place] for place in filled])
+                embeddings[filled] = self.embed_ids([rows[place] for place in filled], unpooled)
             return embeddings
         device = self.device
         budget = _CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS
@@ -195,7 +230,7 @@ class TransformerEncoder:
             with torch.inference_mode():  # a thread has its own
                 cast = self.precision == "bf16" and computing is self.encoder
                 with torch.autocast(device.type, torch.bfloat16, enabled=cast):
-                    pooled = computing.embed(piece.to(device))
+                    pooled = _embed(computing, piece.to(device), unpooled)
                 return self.after(pooled).float()  # type: ignore[no-any-return]
 
         embeddings = np.empty((len(rows), self.size), np.float32)
@@ -207,6 +242,21 @@ class TransformerEncoder:
             parts = [embed(piece) for piece in pieces]  # copied once at the end, so that the device never waits
         embeddings[order] = torch.cat(parts).cpu().numpy()
         return embeddings
+
+
+def _embed(encoder: Encoder, spans: SpanBatch, unpooled: int) -> torch.Tensor:
+    """Embeddings of spans, `(S, output_size)`, without the first tokens of each."""
+    if not unpooled:
+        return encoder.embed(spans)
+    hidden = encoder.hidden(spans)[spans.table.places >= unpooled]
+    embeddings: torch.Tensor = encoder.behind(encoder.pool(hidden, spans.table.lengths - unpooled))
+    return embeddings
+
+
+@lru_cache
+def _say_prompts(name: str, default: str, prompts: str) -> None:
+    before = f"{default!r} goes" if default else "no prompt goes"
+    get_logger().warning("%s: %s before these texts; its prompts by role are %s", name, before, prompts)
 
 
 def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
@@ -242,10 +292,14 @@ def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder:
         write_json(folder / "config.json", settings)
     limits = read_json(folder / "sentence_bert_config.json")
     write_json(folder / "sentence_bert_config.json", limits | {"max_seq_length": encoder.max_tokens})
-    if encoder.prompts or encoder.prompt:
+    if not encoder.pools_prompt:
+        kind, pooled = "1_Pooling/config.json", read_json(folder / "1_Pooling/config.json")
+        write_json(folder / kind, pooled | {"include_prompt": False})
+    default = "" if encoder.role else encoder.prompt
+    if encoder.prompts or default:
         options = read_json(folder / "config_sentence_transformers.json") | {"prompts": encoder.prompts}
-        if encoder.prompt:
-            options["prompts"] = {**encoder.prompts, "default": encoder.prompt}
+        if default:
+            options["prompts"] = {**encoder.prompts, "default": default}
             options["default_prompt_name"] = "default"
         write_json(folder / "config_sentence_transformers.json", options)
     write_steps(folder, [*encoder.after, *more])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
-from declutr.encoders.protocol import SentenceEncoder
+from declutr.encoders.protocol import Role, SentenceEncoder, in_role
 
 
 class MtebEncoder:
@@ -26,9 +26,11 @@ class MtebEncoder:
         metadata = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
         self.mteb_model_meta = ModelMeta.create_empty(metadata | {"similarity_fn_name": ScoringFunction.COSINE})
 
-    def encode(self, inputs: Any, **_: Any) -> NDArray[np.float32]:
-        """Embeddings `(N, size)` of the texts of MTEB's batches, in their order."""
-        return self._encoder.encode([text for batch in inputs for text in batch["text"]])
+    def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> NDArray[np.float32]:
+        """Embeddings `(N, size)` of the texts of MTEB's batches, in their order; MTEB names the role of the texts."""
+        role: Role = "query" if getattr(prompt_type, "value", "") == "query" else "document"
+        encoder = in_role(self._encoder, role) if prompt_type else self._encoder
+        return encoder.encode([text for batch in inputs for text in batch["text"]])
 
     def similarity(self, first: Any, second: Any) -> Any:
         """Cosines `(N, M)` of all pairs."""

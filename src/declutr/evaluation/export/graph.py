@@ -68,6 +68,8 @@ def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
     Raises:
         EncoderError: the encoder is too large for one file, or has a layer that ONNX cannot express.
     """
+    if not encoder.pools_prompt:
+        raise EncoderError(f"{encoder.name}: leaves its prompt out of the pooling, which a graph cannot")
     size = sum(4 * p.numel() for module in (encoder.encoder.model, encoder.after) for p in module.parameters())
     if size >= _MOST_BYTES:
         raise EncoderError(f"{size:,} bytes of weights; a graph in one file has less than 2 GiB")
@@ -90,6 +92,7 @@ def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
         "max_tokens": encoder.max_tokens,
         "pooling": before.pooling,
         "prompt": encoder.prompt,
+        "prompts": encoder.prompts,
         "fingerprint": encoder.fingerprint,
         "inputs": ["input_ids", "attention_mask"],
         "output": "sentence_embedding",

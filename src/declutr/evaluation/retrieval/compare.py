@@ -14,7 +14,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, grouped, pai
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json, write_text
-from declutr.encoders.protocol import CutEncoder, SentenceEncoder, unit_rows
+from declutr.encoders.protocol import CutEncoder, SentenceEncoder, in_role, unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
@@ -129,7 +129,7 @@ def score_encoder(
 
     The score of a text is that of its best window.
     """
-    whole, owners = embed_windows(encoder, test.texts)
+    whole, owners = embed_windows(in_role(encoder, "document"), test.texts)
     # the squared length of the mean of unit vectors is the mean cosine of any two
     if (cosine := float(np.square(whole.mean(axis=0, dtype=np.float64)).sum())) > _COLLAPSED and len(test.texts) > 1:
         get_logger().warning(
@@ -137,10 +137,11 @@ def score_encoder(
             encoder.name,
             cosine,
         )
+    asking = in_role(encoder, "query")
     starts = np.flatnonzero(np.diff(owners, prepend=-1))  # windows of a text are neighbours
 
     def cosines(queries: Sequence[str], texts: F32 = whole) -> F32:
-        rows = unit_rows(encoder.encode(queries)[:, : texts.shape[1]])
+        rows = unit_rows(asking.encode(queries)[:, : texts.shape[1]])
         return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
 
     def with_idf(queries: Sequence[str]) -> F32:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from declutr.common.errors import DataError, suggest
 from declutr.common.storage import hash_file, hash_json, write_json, write_text
-from declutr.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.encoders.protocol import SentenceEncoder, in_role, unit_rows
 from declutr.evaluation.retrieval.compare import F64, MEASURES, measures
 from declutr.evaluation.retrieval.pairs import MOST_BYTES, RetrievalTest
 
@@ -138,7 +138,8 @@ def score_nanobeir(
     """
     means: dict[int, dict[str, F64]] = {size: {} for size in (*sizes, encoder.size)}
     for nano in tests:
-        queries, texts = encoder.encode(nano.test.queries), encoder.encode(nano.test.texts)
+        queries = in_role(encoder, "query").encode(nano.test.queries)
+        texts = in_role(encoder, "document").encode(nano.test.texts)
         if not (np.isfinite(queries).all() and np.isfinite(texts).all()):
             raise DataError(f"{encoder.name}: {nano.name} has no score, because embeddings are not finite")
         for size, scores in means.items():
