@@ -23,7 +23,7 @@ from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.metrics.sts import StsValidator
-from declutr.trainer.model.behind import read_behind
+from declutr.trainer.model.behind import read_behind, read_prompts
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
@@ -82,7 +82,7 @@ def build_parts(
         UsageError: an objective cannot be built.
     """
     config = plan.config
-    tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest)
+    tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest, config.encoder.prompt)
     encoder = build_encoder(config, tokenizer).to(to).train()
     encoder.span_kernels = config.scaling.span_kernels
     device = next(encoder.parameters()).device
@@ -105,12 +105,13 @@ def build_parts(
     return Parts(tokenizer, encoder, tasks, collators)
 
 
-def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
+def load_tokenizer(folder: Path, manifest: Manifest | None = None, prompt: str | None = None) -> tuple[Any, Vocabulary]:
     """The tokenizer that made the shards of a folder, and its ids.
 
     Args:
         folder: the shards.
         manifest: the shards' manifest; None: it is read from the folder.
+        prompt: text before every span.
 
     Raises:
         ShardError: the shards were made with another tokenizer.
@@ -118,7 +119,7 @@ def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any,
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
     if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
-    return tokenizer, vocabulary_of(tokenizer)
+    return tokenizer, vocabulary_of(tokenizer, prompt or "")
 
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
@@ -139,6 +140,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     if config.scaling.elastic_determinism:  # compiled kernels depend on the lengths seen before
         settings = settings.model_copy(update={"compile": False})
     encoder = Encoder(settings, model, config.seed, load_report, read_behind(config.encoder.pretrained))
+    encoder.prompts = read_prompts(config.encoder.pretrained)
     layout = fitting_layout(encoder, any(objective.mlm for objective in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
     # The sizes stand in the model's settings, as in published encoders; those of an earlier training are removed.
@@ -372,7 +374,8 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
         held_out = plan.training_shards[""].held_out()
     else:
         held_out = ShardSet(data_folder(validation.data, plan.config.cache), "train", look=False)
-    vocabulary = vocabulary_of(parts.tokenizer)
+    prompt = plan.config.encoder.prompt or ""
+    vocabulary = vocabulary_of(parts.tokenizer, prompt)
     room = max_content(task.encoder, vocabulary)
     settings = vocabulary, room, validation.max_documents, task.comm, device
     validators: list[tuple[str, Validator | None]] = []
@@ -381,7 +384,8 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
     for score, folder in validation.pairs.items():
         gold, first, second = zip(*read_pairs(expand(folder), FILES[score]), strict=True)
         longest = room + vocabulary.num_specials  # longer texts are cut at the end
-        tokens = parts.tokenizer([*first, *second], truncation=True, max_length=longest, return_attention_mask=False)
+        texts = [prompt + text for text in (*first, *second)]
+        tokens = parts.tokenizer(texts, truncation=True, max_length=longest, return_attention_mask=False)
         judged = StsValidator(
             tokens["input_ids"], list(gold), task.objective.exported(), task.comm, device, task.objective.sizes, score
         )

@@ -7,13 +7,12 @@ import pytest
 import torch
 from families import REFUSED
 from folders import TEXTS, encoder_folder, write
-from messages import all_of, says
+from messages import all_of
 from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from benchmarks.embed import documentation, paragraphs_of, sentences_of, write_encoder
-from declutr.cli.main import main
 from declutr.common.errors import EncoderError
 from declutr.common.words import has_other_words
 from declutr.encoders.loading import load_encoder, pack_linears

@@ -129,6 +129,9 @@ def pack_spans(
     if vocabulary.eos is not None:
         ids[ends - 1] = vocabulary.eos
     places = starts + (vocabulary.bos is not None)
+    for number in vocabulary.prompt:
+        ids[places] = number
+        places = places + 1
     # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
     for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
         ids[start : start + size] = tokens[source : source + size]

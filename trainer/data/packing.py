@@ -30,6 +30,7 @@ class Vocabulary:
         eos: id after every span, or None.
         mask: id of the mask token.
         special: every special id; never selected for MLM.
+        prompt: ids before the content of every span, after `bos`; never selected either.
     """
 
     size: int
@@ -37,11 +38,12 @@ class Vocabulary:
     eos: int | None
     mask: int
     special: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
 
     @property
     def num_specials(self) -> int:
-        """Number of special tokens around a span."""
-        return (self.bos is not None) + (self.eos is not None)
+        """Number of tokens around a span: special ones, and those of a prompt."""
+        return (self.bos is not None) + (self.eos is not None) + len(self.prompt)
 
 
 def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:

@@ -1,12 +1,13 @@
 """Checks a run's encoder and its auxiliary tasks before Ray starts: tokenizer, vocabulary, positions, weights."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from safetensors import SafetensorError
 from torch.nn import Dropout
 
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import ConfigError, EncoderError, UsageError
+from declutr.common.errors import ConfigError, DamagedError, EncoderError, UsageError
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
@@ -15,7 +16,7 @@ from declutr.trainer.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.config import TaskSettings
 from declutr.trainer.data.packedbatch import limit
 from declutr.trainer.driver.checks import objective_problems
-from declutr.trainer.model.behind import left_out
+from declutr.trainer.model.behind import left_out, read_prompts
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder, mlm_head
 from declutr.trainer.model.language_model import (
@@ -56,7 +57,7 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
         return [f"data = {task.places[0]}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
-    problems = []
+    problems = [*_prompt_problems(encoder)]
     if fingerprint(tokenizer) != info.fingerprint:
         problems.append(f"data = {task.places[0]}: the tokenizer in {folder} is not the one that made the shards")
     try:
@@ -102,7 +103,26 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
+    if (room := positions - vocabulary_of(tokenizer, encoder.prompt or "").num_specials) < 1:
+        problems.append(
+            f"encoder.prompt leaves {max(0, room)} of the encoder's {positions} positions for a span; use a shorter one"
+        )
     return problems or _weight_problems(plan, task, tokenizer)  # weights take seconds
+
+
+def _prompt_problems(encoder: EncoderConfig) -> Iterator[str]:
+    """The problem of prompts that the encoder declares and no setting chooses."""
+    try:
+        prompts = read_prompts(encoder.pretrained)
+    except DamagedError as error:
+        yield str(error)
+        return
+    if prompts and encoder.prompt is None:
+        declared = ", ".join(f"{name} = {text!r}" for name, text in prompts.items())
+        yield (
+            f"encoder.pretrained = {encoder.pretrained}: declares prompts ({declared}), which its texts need; set "
+            'encoder.prompt to one of them, or to "" for none'
+        )
 
 
 def _weight_problems(plan: RunPlan, task: TaskSettings, tokenizer: Any) -> list[str]:

@@ -143,8 +143,19 @@ def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tup
     if "add_pooling_layer" in signature(type(encoder.model.base_model)).parameters:
         # Without it, transformers would draw a pooler that nothing uses, and report its weights as missing.
         files["sentence_bert_config.json"]["model_args"] = {"add_pooling_layer": False}
+    files["config_sentence_transformers.json"] |= prompt_settings(encoder.prompts, encoder.config.prompt)
     for name, value in files.items():
         write_json(folder / name, value)
+
+
+def prompt_settings(prompts: dict[str, str], prompt: str | None) -> dict[str, Any]:
+    """Prompts of config_sentence_transformers.json: those that a start declared, and that of the training.
+
+    If they are not the same, that of the training goes before every text.
+    """
+    if not prompt or prompt in prompts.values():
+        return {"prompts": prompts}
+    return {"prompts": {**prompts, "default": prompt}, "default_prompt_name": "default"}
 
 
 def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dict[str, Any]:

@@ -241,6 +241,19 @@ def read_behind(pretrained: str | None) -> list[Step]:
     return steps
 
 
+def read_prompts(pretrained: str | None) -> dict[str, str]:
+    """The prompts that a pretrained encoder declares, by name; none for one from scratch.
+
+    Raises:
+        DamagedError: their file is damaged.
+    """
+    settings = _pretrained_files(pretrained).settings("config_sentence_transformers.json") if pretrained else None
+    prompts = (settings or {}).get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise DamagedError(f"{pretrained}: config_sentence_transformers.json: its prompts must be texts by name")
+    return {name: text for name, text in prompts.items() if isinstance(text, str) and text}
+
+
 _TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")
 _MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
 

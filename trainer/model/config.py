@@ -70,6 +70,9 @@ class EncoderConfig(Strict):
     """Embedding of a span. mean: mean of all tokens, specials included, as released. max: their maximum. cls: the first
     token. mean_without_cls: mean of all but the first, as in SCL; sentence-transformers cannot load the export."""
     projection: ProjectionConfig = ProjectionConfig()
+    prompt: str | None = Field(default=None, max_length=16_384)
+    """Text before every span, which is read and pooled but not predicted, for an encoder that wants one, such as
+    `passage:`. null: none; a pretrained encoder that declares prompts for queries or documents is refused then."""
     layout: Literal["packed", "padded"] = "packed"
     """packed: no padding, attention within spans only; encoders for which this is not proved equal use padded. padded:
     always pad."""

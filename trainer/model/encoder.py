@@ -80,6 +80,7 @@ class Encoder(nn.Module):
         self.model = model
         self.load_report = load_report or LoadReport()
         self.sharded = False  # set by trainer/parallel/communicator.py
+        self.prompts: dict[str, str] = {}  # of its export, by name; set by trainer/build.py
         self.span_kernels = False  # set by trainer/build.py, from the setting of that name
         self._kernels: dict[tuple[torch.device, bool], Kernels | None] = {}
         self._switch: EmbeddingSwitch | None = None

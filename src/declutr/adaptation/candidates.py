@@ -72,6 +72,11 @@ def load_transformer(name: str | Path, trust_remote_code: bool = False) -> Trans
     return encoder
 
 
+def document_prompt(encoder: TransformerEncoder) -> str:
+    """Text before every passage."""
+    return encoder.in_role("document").prompt
+
+
 def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -> int:
     """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
 
@@ -117,7 +122,7 @@ class CandidateBuilder:
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
             pooling = start.encoder.config.pooling
-            train(self.config.train_config(self.data, run, steps, pooling, self.address))
+            train(self.config.train_config(self.data, run, steps, pooling, document_prompt(start), self.address))
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
@@ -134,7 +139,9 @@ def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder
     An export of a training has the longest input that its positions allow, and no normalisation at the end.
     """
     ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []  # an export has none
-    write_transformer(replace(trained, max_tokens=start.max_tokens, prompts=start.prompts), ends, folder)
+    write_transformer(
+        replace(trained, max_tokens=start.max_tokens, prompt=start.prompt, prompts=start.prompts), ends, folder
+    )
 
 
 def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: float, folder: Path) -> None:
@@ -227,7 +234,7 @@ def passage_ids(
     """
     tokens, offsets = ragged(documents.column("tokens"))
     windows, bounds = ragged(documents.column("windows"))
-    before = [] if vocabulary.bos is None else [vocabulary.bos]
+    before = [*([] if vocabulary.bos is None else [vocabulary.bos]), *vocabulary.prompt]
     after = [] if vocabulary.eos is None else [vocabulary.eos]
     rows: list[list[int]] = []
     owners: list[int] = []
@@ -248,7 +255,7 @@ def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
         UsageError: there are no training documents.
         ShardError: the shards cannot be read.
     """
-    split, vocabulary = ShardSet(shards, "train"), vocabulary_of(encoder.tokenizer)
+    split, vocabulary = ShardSet(shards, "train"), vocabulary_of(encoder.tokenizer, document_prompt(encoder))
     if not split.num_documents:
         raise UsageError(f"{shards}: holds no training documents; prepare more documents")
     room = min(PASSAGE_TOKENS, encoder.max_tokens - vocabulary.num_specials)

@@ -105,7 +105,9 @@ class AdaptConfig(Strict):
         }
         return PipelineConfig.model_validate(settings)
 
-    def train_config(self, data: Path, run: Path, steps: int, pooling: str, address: str | None = None) -> TrainConfig:
+    def train_config(
+        self, data: Path, run: Path, steps: int, pooling: str, prompt: str, address: str | None = None
+    ) -> TrainConfig:
         """The training: one anchor a document, and a positive far from it.
 
         Args:
@@ -113,11 +115,13 @@ class AdaptConfig(Strict):
             run: folder of the run.
             steps: number of optimizer steps.
             pooling: of the encoder.
+            prompt: before every span.
             address: of a Ray cluster.
         """
         file = read_yaml_file(_SETTINGS)["train"]
         names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
         encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code, "pooling": pooling}
+        encoder["prompt"] = prompt
         settings = {name: file[name] for name in names} | {
             "run": str(run),
             "data": str(data),

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
+from declutr.adaptation.candidates import (
+    CLOSED,
+    ORDER,
+    CandidateBuilder,
+    cross_fitted,
+    document_prompt,
+    load_transformer,
+    steps_within,
+)
 from declutr.adaptation.config import (
     BATCH_DOCUMENTS,
     ENCODER,
@@ -38,6 +46,7 @@ from declutr.common.errors import UsageError, missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
+from declutr.encoders.protocol import role_prompts
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import stsb_values
 from declutr.evaluation.retrieval.pairs import RetrievalTest
@@ -47,6 +56,7 @@ from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
+from declutr.trainer.model.language_model import vocabulary_of
 
 _START, _START_IDF = "start", "start + IDF cosine"
 _TIMED_PASSAGES = 512
@@ -95,13 +105,15 @@ def adapt(
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
         start = load_transformer(config.encoder, config.trust_remote_code)
-        if start.max_tokens < WINDOW_TOKENS:
+        if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
+            raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
+        if (
+            needed := WINDOW_TOKENS + len(vocabulary_of(start.tokenizer, document_prompt(start)).prompt)
+        ) > start.max_tokens:
             raise UsageError(
                 f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have "
-                f"{WINDOW_TOKENS}; name an encoder that reads longer texts"
+                f"{needed}; name an encoder that reads longer texts"
             )
-        if start.prompt:
-            raise UsageError(f"{config.encoder}: puts {start.prompt!r} before every text, which passages do not have")
         if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
             raise UsageError(
                 f"{config.encoder}: do_lower_case in its sentence_bert_config.json changes texts before its tokenizer, "
@@ -146,9 +158,10 @@ class _Adaptation:
         self._say(summary(manifest, str(self.output / "data")))
         documents = held_out_documents(prepared.corpus, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
+        prompt = document_prompt(self.start)
         sets = {
             split: TestSet(
-                make_passages(split_documents, self.start.tokenizer),
+                make_passages(split_documents, self.start.tokenizer, prompt),
                 self.pairs,
                 self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
                 recalls,
@@ -156,7 +169,8 @@ class _Adaptation:
             for split, split_documents in documents.items()
         }
         if sets["test"].num_rows < MIN_ROWS:
-            return self._few(make_passages(all_documents(prepared.corpus, self.output / "data"), self.start.tokenizer))
+            documents_of_all = all_documents(prepared.corpus, self.output / "data")
+            return self._few(make_passages(documents_of_all, self.start.tokenizer, prompt))
         return self._chosen_and_judged(sets["development"], sets["test"])
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:

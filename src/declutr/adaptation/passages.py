@@ -173,10 +173,10 @@ class Passages:
         return counts
 
 
-def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
+def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") -> Passages:
     """Cuts documents into at most 8 passages of 62 tokens, spread evenly, after their headings were taken out.
 
-    Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
+    `prompt` goes before each passage. Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
     those of several documents, such as "Introduction", and those of one word are left out.
     """
     parts = [_headings(text) for text in documents]
@@ -188,6 +188,7 @@ def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     example = engine.encode("a", add_special_tokens=True)
     places = [place for place, special in enumerate(example.special_tokens_mask) if not special]
     before, after = example.ids[: places[0]], example.ids[places[-1] + 1 :]
+    before += engine.encode(prompt.rstrip(), add_special_tokens=False).ids  # a text's first token has the space
     texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
     number = 0
     for headings, body in parts:

@@ -102,7 +102,10 @@ class TestSet:
         """Cosines of passages with passages, and of headings with passages; an encoder embeds them once."""
         if encoder.fingerprint not in self._embedded:
             rows = unit_rows(encoder.embed_ids(self.passages.ids))  # ids: alone, a text may have more tokens
-            self._embedded[encoder.fingerprint] = rows, unit_rows(encoder.encode(self.passages.queries))
+            self._embedded[encoder.fingerprint] = (
+                rows,
+                unit_rows(encoder.in_role("query").encode(self.passages.queries)),
+            )
         rows, headings = self._embedded[encoder.fingerprint]
         cosines = rows @ rows.T, headings @ rows.T
         if not with_idf:

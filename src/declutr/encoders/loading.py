@@ -40,6 +40,7 @@ from declutr.encoders.words import HashedWords
 from declutr.trainer.build import has_bf16
 from declutr.trainer.checkpoints.checkpoint import STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
+from declutr.trainer.driver.export import prompt_settings
 from declutr.trainer.model.behind import kind_of
 from declutr.trainer.model.bounds import check_folder, check_tokenizer
 from declutr.trainer.model.encoder import Encoder
@@ -139,6 +140,9 @@ def load_encoder(
         there = False
     if not there:
         raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
+    declared = prompt_settings(encoder.prompts, encoder.config.prompt)  # of a checkpoint, which has no such file
+    prompts = recipe.prompts if recipe else declared["prompts"]
+    prompt = recipe.prompt if recipe else prompts.get(declared.get("default_prompt_name"), "")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()
     if precision == "auto":
         precision = "bf16" if has_bf16(torch.device(device)) else "fp32"
@@ -156,8 +160,8 @@ def load_encoder(
         max_tokens=min(limit, max_tokens or limit),
         long_texts=long_texts,
         after=after,
-        prompt=recipe.prompt if recipe else "",
-        prompts={**(recipe.prompts if recipe else {}), **own_prompts},
+        prompt=prompt,
+        prompts={**prompts, **own_prompts},
         pools_prompt=recipe is None or recipe.pools_prompt,
         embedding_size=recipe.size if recipe else None,
         unused=unused,
