@@ -107,12 +107,11 @@ def adapt(
         start = load_transformer(config.encoder, config.trust_remote_code)
         if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
             raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
-        if (
-            needed := WINDOW_TOKENS + len(vocabulary_of(start.tokenizer, document_prompt(start)).prompt)
-        ) > start.max_tokens:
+        needed = WINDOW_TOKENS + len(vocabulary_of(start.tokenizer, document_prompt(start)).prompt)
+        if needed > start.max_tokens:
             raise UsageError(
-                f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have "
-                f"{needed}; name an encoder that reads longer texts"
+                f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have {needed}; "
+                "name an encoder that reads longer texts"
             )
         if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
             raise UsageError(

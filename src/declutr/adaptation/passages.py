@@ -176,8 +176,13 @@ class Passages:
 def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") -> Passages:
     """Cuts documents into at most 8 passages of 62 tokens, spread evenly, after their headings were taken out.
 
-    `prompt` goes before each passage. Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
+    Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
     those of several documents, such as "Introduction", and those of one word are left out.
+
+    Args:
+        documents: their texts.
+        tokenizer: of transformers.
+        prompt: text before each passage, whose tokens are further ones.
     """
     parts = [_headings(text) for text in documents]
     # a set: a heading that one document repeats still names it alone
