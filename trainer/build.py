@@ -183,7 +183,7 @@ def has_bf16(device: torch.device) -> bool:
     A CPU without AMX takes longer for them than for those in float32.
     """
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     there = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return there and allows_amx(os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
 

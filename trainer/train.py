@@ -53,7 +53,6 @@ from declutr.trainer.driver.checks import (
     validation_remarks,
 )
 from declutr.trainer.driver.continuation import (
-    DEVICE,
     FAILURES,
     SECONDS,
     SUMMARY,
@@ -66,7 +65,7 @@ from declutr.trainer.driver.continuation import (
     read_seconds,
 )
 from declutr.trainer.metrics.loggers import ProgressBar
-from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder, unknown
+from declutr.trainer.run import DEVICE, RESUME_SETTINGS, RunPlan, run_folder, unknown
 
 if TYPE_CHECKING:  # loads Ray, which no refused run waits for
     from declutr.trainer.driver.supervisor import Signals

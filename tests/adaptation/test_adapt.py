@@ -72,17 +72,20 @@ def encoder(tmp_path_factory):
     return folder
 
 
+PROMPTS = {"query": "search: ", "document": "text: "}
+
+
 def limited(encoder, folder):
-    """The encoder with an own limit of its input, a prompt by name, and a normalisation at its end."""
+    """The encoder with an own limit of its input, prompts for both roles, and a normalisation at its end."""
     folder.mkdir()
-    start = dataclasses.replace(load_transformer(str(encoder)), max_tokens=80, prompts={"query": "search: "})
+    start = dataclasses.replace(load_transformer(str(encoder)), max_tokens=80, prompts=PROMPTS)
     write_transformer(start, [Normalize()], folder)
     return folder
 
 
 def reads_as_the_start(folder):
     found = load_transformer(str(folder))
-    assert (found.max_tokens, found.prompts) == (80, {"query": "search: "})
+    assert (found.max_tokens, found.prompts) == (80, PROMPTS)
     for loaded in (found, SentenceTransformer(str(folder), device="cpu")):
         assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
 
@@ -103,7 +106,8 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     encoder = limited(encoder, tmp_path / "start")
     result = adapt(encoder, documents, output, steps=20)
     written = json.loads((output / "result.json").read_text())
-    assert [row["name"] for row in written["rows"]] == ["start", "BM25", "IDF cosine", "start + IDF cosine", *ORDER]
+    baselines, hybrid = ["start", "BM25", "IDF cosine", "start + IDF cosine"], f"{result.chosen} + IDF cosine"
+    assert [row["name"] for row in written["rows"]] == [*baselines, *ORDER, hybrid]
     assert result.chosen in ORDER
     assert result.verdict.comparison.rows >= 100
     assert (output / "encoder").exists() == (result.verdict.outcome == "better")

@@ -43,14 +43,18 @@ def attend_spans(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = query, key, value, bounds, order
+    rest = longest, scale, window or 0
+    output: Tensor
     if drop is None:
-        return _attend(*tensors, None, None, None, None, longest, scale, window or 0)[0]
+        output, _ = _attend(*tensors, None, None, None, None, *rest)
+        return output
     if drop.rates is None:
         limits = torch.full_like(drop.keys, limit(drop.p))
         kept = torch.full_like(drop.keys, 1 / (1 - drop.p), dtype=torch.float32)
     else:
         limits, kept = drop.rates.limits, drop.rates.factors.float()
-    return _attend(*tensors, drop.keys, limits, kept, drop.layer, longest, scale, window or 0)[0]
+    output, _ = _attend(*tensors, drop.keys, limits, kept, drop.layer, *rest)
+    return output
 
 
 @torch.library.custom_op("declutr::attend_spans", mutates_args=())

@@ -73,6 +73,8 @@ class AdaptConfig(Strict):
     only the closed form is tried."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the split, the training and the intervals."""
+    private: bool = False
+    """Write no text of the documents to the report."""
     trust_remote_code: bool = False
     """Run Python code that comes with the encoder. Only for encoders you trust."""
 
@@ -200,7 +202,7 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
         raise UsageError(
             f"{path} is damaged: delete it and the folders candidates and encoder, and the same command begins again"
         ) from error
-    free = {"minutes": config.minutes, "stsb": config.stsb}  # a later start may have others
+    free = {"minutes": config.minutes, "stsb": config.stsb, "private": config.private}  # a later start may have others
     before, after = state.config.model_copy(update=free).model_dump(), config.model_dump()
     if differing := [name for name in after if before[name] != after[name]]:
         raise UsageError(

@@ -48,7 +48,7 @@ from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from declutr.encoders.protocol import role_prompts
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import stsb_values
+from declutr.evaluation.retrieval.compare import IDF, stsb_values
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
@@ -58,7 +58,7 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.model.language_model import vocabulary_of
 
-_START, _START_IDF = "start", "start + IDF cosine"
+_START, _START_IDF = "start", f"start + {IDF}"
 _TIMED_PASSAGES = 512
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 _FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
@@ -82,7 +82,8 @@ def adapt(
         corpus: files, folders or globs of documents.
         output: folder of everything that is made.
         address: of a Ray cluster.
-        settings: the others of `AdaptConfig`: format, text_field, pairs, stsb, minutes, steps, seed, trust_remote_code.
+        settings: the others of `AdaptConfig`: format, text_field, pairs, stsb, minutes, steps, seed, private,
+            trust_remote_code.
 
     Returns:
         The verdict, the table of scores with 95% intervals, and the folder of the encoder (None if it is not better).
@@ -189,7 +190,8 @@ class _Adaptation:
         rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
         verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
         encoder = self.builder.load(chosen)
-        examples = _examples(test, self.start, encoder)
+        rows.append(Row.of(f"{chosen} + {IDF}", "hybrid", start, test.encoder(encoder, with_idf=True), seed))
+        examples = [] if self.config.private else _examples(test, self.start, encoder)
         return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _development(self, test: TestSet) -> dict[str, Values]:

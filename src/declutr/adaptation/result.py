@@ -14,7 +14,7 @@ from declutr.report.page import write_page
 from declutr.trainer.driver.model_card import Card, called
 
 RESULT = "result.json"
-Kind = Literal["start", "baseline", "candidate"]
+Kind = Literal["start", "baseline", "candidate", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Row:
     """One row of the table."""
 
     name: str
-    """Name of the start, the baseline or the candidate."""
+    """Name of the start, the baseline or the candidate; a hybrid adds the score of words that `declutr index` adds."""
     kind: Kind
     scores: dict[str, float]
     """Scores on test documents, by measure."""

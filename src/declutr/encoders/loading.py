@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from declutr.common.config import AnyPrecision
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import DamagedError, EncoderError
@@ -23,7 +24,6 @@ from declutr.encoders.exported import MODULE, OnnxEncoder, StaticEncoder
 from declutr.encoders.exported import SETTINGS as ONNX_SETTINGS
 from declutr.encoders.pretrained import load_pretrained, load_run
 from declutr.encoders.protocol import (
-    AnyPrecision,
     CutEncoder,
     EncoderChoice,
     LongTexts,
@@ -142,7 +142,7 @@ def load_encoder(
         raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
     declared = prompt_settings(encoder.prompts, encoder.config.prompt)  # of a checkpoint, which has no such file
     prompts = recipe.prompts if recipe else declared["prompts"]
-    prompt = recipe.prompt if recipe else prompts.get(declared.get("default_prompt_name"), "")
+    prompt = recipe.prompt if recipe else prompts.get(declared.get("default_prompt_name", ""), "")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()
     if precision == "auto":
         precision = "bf16" if has_bf16(torch.device(device)) else "fp32"

@@ -104,7 +104,7 @@ class TransformerEncoder:
             "long_texts": self.long_texts,
         }
         if prompts := role_prompts(self.prompts):  # they decide what a query or a document becomes
-            settings |= {"prompts": prompts, "pools_prompt": self.pools_prompt}
+            settings |= {"prompts": prompts, "pools_prompt": str(self.pools_prompt)}
         return hash_json(settings)
 
     @cached_property

@@ -182,7 +182,7 @@ def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) 
         EncoderError: the encoder cannot be loaded or exported.
         FileExistsError: the output exists.
     """
-    options = {"max_tokens": config.max_tokens, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"max_tokens": config.max_tokens, "trust_remote_code": config.trust_remote_code}
     encoder = load_encoder(config.model, device="cpu", precision="fp32", **options)
     sentences, floats = general_sentences(), dict[str, SentenceEncoder]()
     own, measured = _texts_of(config, inputs)

@@ -1,0 +1,105 @@
+"""A prompt before every span: its tokens, what is masked, the settings that choose it, and the export that keeps it."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tinyruns as runs
+from messages import says
+from prepared import Row, write_prepared
+from tiny import VOCABULARY
+from tinyruns import problems
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+from declutr.adaptation.candidates import document_prompt, load_transformer
+from declutr.adaptation.passages import make_passages
+from declutr.trainer.build import build_encoder
+from declutr.trainer.config import TrainConfig
+from declutr.trainer.data.batches import pack_spans
+from declutr.trainer.data.packing import MaskingConfig
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.model.language_model import vocabulary_of
+
+PROMPTS = {"query": "query: ", "passage": "passage: "}
+
+
+def packed(vocabulary):
+    tokens, masking = np.arange(4, 44, dtype=np.int64), (MaskingConfig(), slice(0, 2))
+    sources, content, keys = np.array([0, 20]), np.array([20, 15]), np.array([7, 8], np.uint64)
+    epochs, numbers = np.zeros(2, np.uint64), np.zeros(2, np.int64)
+    return pack_spans(tokens, sources, content, vocabulary, 0, keys, epochs, numbers, masking)
+
+
+def test_a_prompt_stands_behind_the_first_special_token_and_is_never_masked():
+    prompted = dataclasses.replace(VOCABULARY, prompt=(50, 51, 52))
+    spans, plain = packed(prompted), packed(VOCABULARY)
+    assert prompted.num_specials == VOCABULARY.num_specials + 3
+    rows = spans.input_ids.split(spans.lengths.tolist())
+    assert [row[:4].tolist() for row in rows] == [[VOCABULARY.bos, 50, 51, 52]] * 2
+    expected = [[row[0], *row[4:]] for row in (row.tolist() for row in rows)]
+    assert expected == [row.tolist() for row in plain.input_ids.split(plain.lengths.tolist())], "the same masks"
+    assert spans.labels.equal(plain.labels)
+    moved = [3, 6]  # tokens of prompts before the first and the second span's content
+    first = int((plain.selected < plain.lengths[0]).sum())
+    assert (spans.selected - plain.selected).tolist() == [moved[0]] * first + [moved[1]] * (len(plain.selected) - first)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "out"
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
+    write_prepared(folder, [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
+    return folder
+
+
+@pytest.fixture
+def pretrained(data, tmp_path):
+    folder = tmp_path / "pretrained"
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=96, **shape)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
+    return folder
+
+
+def given(data, tmp_path, encoder):
+    values = runs.train_values(data, tmp_path / "run", batch_documents=16)
+    return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
+
+
+def test_declared_prompts_must_be_chosen_or_declined(data, tmp_path, pretrained):
+    encoder = {"pretrained": str(pretrained)}
+    (problem,) = problems(given(data, tmp_path, encoder))
+    says(problem, "declares prompts", "query = 'query: '", "passage = 'passage: '", "encoder.prompt")
+    for prompt in ("passage: ", "another: ", ""):
+        assert problems(given(data, tmp_path, encoder | {"prompt": prompt})) == []
+    (problem,) = problems(given(data, tmp_path, encoder | {"prompt": "word " * 200}))
+    says(problem, "encoder.prompt leaves 0 of the encoder's 96 positions")
+
+
+def exported(data, tmp_path, pretrained, prompt):
+    config = given(data, tmp_path, {"pretrained": str(pretrained), "prompt": prompt})
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    write_encoder(build_encoder(config, tokenizer), tokenizer, tmp_path / "export")
+    return tmp_path / "export"
+
+
+@pytest.mark.parametrize(("prompt", "default"), [("passage: ", None), ("", None), ("another: ", "another: ")])
+def test_an_export_declares_the_prompts_of_its_start_and_of_its_training(data, tmp_path, pretrained, prompt, default):
+    folder = exported(data, tmp_path, pretrained, prompt)
+    declared = json.loads((folder / "config_sentence_transformers.json").read_text())
+    assert declared["prompts"].get(declared.get("default_prompt_name")) == default
+    assert {key: text for key, text in declared["prompts"].items() if key != "default"} == PROMPTS
+
+
+def test_passages_begin_as_a_text_with_its_prompt_does(data, tmp_path, pretrained):
+    encoder = load_transformer(exported(data, tmp_path, pretrained, "passage: "))
+    prompt = vocabulary_of(encoder.tokenizer, document_prompt(encoder)).prompt
+    body = " ".join(f"word{number % 30}" for number in range(200))
+    plain, prompted = (make_passages([body], encoder.tokenizer, put) for put in ("", document_prompt(encoder)))
+    for before, after in zip(plain.ids, prompted.ids, strict=True):
+        assert after == [before[0], *prompt, *before[1:]]
+    text = encoder.in_role("document").engine().encode(document_prompt(encoder) + body).ids
+    assert text[: 1 + len(prompt)] == prompted.ids[0][: 1 + len(prompt)]
