@@ -27,7 +27,7 @@ from declutr.common.storage import hash_file
 from declutr.embedding.note import mapped
 from declutr.embedding.postings import StoredWords, wrong_file
 from declutr.embedding.units import CHUNK_ROWS, Coverage, Shape, VectorType, shaped
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, unit_rows
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
 INDEX = "index.json"
@@ -181,24 +181,27 @@ class StoredVectors:
     """
 
     def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
-        self._is_int8 = dtype == "int8"
         self._vectors = mapped(path, rows, size, dtype)
         # in chunks: the answers for all numbers would take a byte each
-        chunks = (self._vectors[start : start + CHUNK_ROWS] for start in range(0, rows, CHUNK_ROWS))
-        if not self._is_int8 and not all(np.isfinite(chunk).all() for chunk in chunks):
+        self._chunks = [slice(start, start + CHUNK_ROWS) for start in range(0, rows, CHUNK_ROWS)]
+        self._lengths: NDArray[np.float32] | None = None
+        if dtype == "int8":
+            self._lengths = np.zeros(rows, np.float32)
+            for part in self._chunks:
+                chunk = self._vectors[part].astype(np.float32)
+                self._lengths[part] = np.sqrt(np.einsum("ij,ij->i", chunk, chunk)).clip(1)  # a null row stays null
+        elif not all(np.isfinite(self._vectors[part]).all() for part in self._chunks):
             raise UsageError(f"{path} holds numbers that are not finite; build the index again")
 
     def cosines(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """`(queries, rows)` cosines of queries `(queries, size)` of length 1."""
-        if not self._is_int8:
+        if self._lengths is None:
             whole: NDArray[np.float32] = queries @ self._vectors.T
             return whole
-        cosines = np.empty((len(queries), len(self._vectors)), np.float32)
-        for start in range(0, len(self._vectors), CHUNK_ROWS):
-            # a whole copy in float32 would be larger than the index
-            chunk = unit_rows(self._vectors[start : start + CHUNK_ROWS].astype(np.float32))
-            cosines[:, start : start + CHUNK_ROWS] = queries @ chunk.T
-        return cosines
+        products = np.empty((len(queries), len(self._vectors)), np.float32)
+        for part in self._chunks:  # a whole copy in float32 would be larger than the index
+            products[:, part] = queries @ self._vectors[part].astype(np.float32).T
+        return products / self._lengths
 
 
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
