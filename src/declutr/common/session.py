@@ -52,12 +52,19 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     from ray.data import DataContext  # loads pandas, which would delay the start of a session
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data.exceptions").addFilter(_hide)
     # The number of retries has no named parameter yet, and `ray_remote_args` is removed in 2.64 (see the bound in
     # pyproject.toml). A user can do nothing about this warning.
     warnings.filterwarnings("ignore", r"`ray_remote_args(_fn)?` is deprecated", RayDeprecationWarning)
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+
+
+def _hide(record: logging.LogRecord) -> bool:
+    """Keeps Ray Data's stack trace of an error in its file, and off the screen: whoever catches the error speaks."""
+    record.hide = True
+    return True
 
 
 def _in_lasting_thread(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:

@@ -171,6 +171,11 @@ class StoredTexts:
         return self._checked[number]
 
 
+# Numbers that are cast at once stay in the processor's cache, and BLAS multiplies so few without threads, which on a
+# busy machine wait for each other longer than they compute.
+_CAST_VALUES = 2**18
+
+
 class StoredVectors:
     """Mapped vectors `(rows, size)` of an .npy file: float32 of length 1, or int8, of which the direction counts.
 
@@ -182,14 +187,15 @@ class StoredVectors:
 
     def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
         self._vectors = mapped(path, rows, size, dtype)
-        # in chunks: the answers for all numbers would take a byte each
-        self._chunks = [slice(start, start + CHUNK_ROWS) for start in range(0, rows, CHUNK_ROWS)]
+        rows_at_once = CHUNK_ROWS if dtype == "float32" else max(1, _CAST_VALUES // size)
+        self._chunks = [slice(start, start + rows_at_once) for start in range(0, rows, rows_at_once)]
         self._lengths: NDArray[np.float32] | None = None
         if dtype == "int8":
             self._lengths = np.zeros(rows, np.float32)
             for part in self._chunks:
                 chunk = self._vectors[part].astype(np.float32)
                 self._lengths[part] = np.sqrt(np.einsum("ij,ij->i", chunk, chunk)).clip(1)  # a null row stays null
+        # in chunks: the answers for all numbers would take a byte each
         elif not all(np.isfinite(self._vectors[part]).all() for part in self._chunks):
             raise UsageError(f"{path} holds numbers that are not finite; build the index again")
 
