@@ -23,6 +23,7 @@ from declutr.adaptation.candidates import (
     WithinSums,
     _of_documents,
     cross_fitted,
+    document_prompt,
     load_transformer,
     whitening,
     write_between,
@@ -157,7 +158,8 @@ def judged_set(config, output):
     shards = ShardSet(output / "data", "held-out")
     held_out = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
     assert {document_id(normalise(text).encode()) for text in development | test} <= held_out
-    return adaptation_scores.TestSet(make_passages(splits["test"], AutoTokenizer.from_pretrained(config.encoder)), None)
+    start = load_transformer(config.encoder)
+    return adaptation_scores.TestSet(make_passages(splits["test"], start.tokenizer, document_prompt(start)), None)
 
 
 def keeps_the_encoder_that_is_better(config, output, result):
@@ -408,7 +410,8 @@ def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):
 def test_settings_of_the_file_are_those_of_an_adaptation():
     config = AdaptConfig(encoder="models/x", corpus=["-"], seed=7)
     assert config.prepare_config(Path("data")).geometry.max_tokens == WINDOW_TOKENS
-    train = config.train_config(Path("data"), Path("run"), 10, "cls")
+    train = config.train_config(Path("data"), Path("run"), 10, "cls", "passage: ")
+    assert train.encoder.prompt == "passage: "
     assert (train.spans.strategy, train.objective.terms, train.optim.lr) == ("distant", "contrastive", 5e-5)
     assert (train.batch_documents, train.steps, train.epochs, train.seed) == (64, 10, None, 7)
     assert (train.export, train.validation.every_steps, train.encoder.pooling) == ("last", 0, "cls")

@@ -40,10 +40,11 @@ def test_the_installed_torch_has_them():
         private.fused_adamw(many, [torch.ones(2)], *moments, [], [step], amsgrad=False, maximize=False, **settings)
         assert many[0].tolist() == pytest.approx([5.5, 5.5])
         private.raise_recompile_limit(torch._dynamo.config.recompile_limit)
-        if private.can_pack_linear():
+        for dtype in filter(private.can_pack_linear, (torch.float32, torch.bfloat16)):
+            w, x, b = (tensor.to(dtype) for tensor in (weight, inputs, bias))
             with torch.inference_mode():
-                outputs = private.packed_linear(inputs, private.pack_linear(weight, 16), bias)
-            torch.testing.assert_close(outputs, inputs @ weight.T + bias)
+                outputs = private.packed_linear(x, private.pack_linear(w, 16), b)
+            torch.testing.assert_close(outputs, x @ w.T + b)
     except (AttributeError, TypeError, RuntimeError) as error:
         pytest.fail(f"torch {torch.__version__} lacks or has changed a name of {TORCH_FILE}: {error}", pytrace=False)
 
