@@ -69,6 +69,7 @@ class Card:
         pooling: of the encoder.
         layers: true if it has layers behind its pooling.
         tags: for a search on the hub.
+        prompt: text before every text of the training.
     """
 
     title: str
@@ -80,6 +81,7 @@ class Card:
     pooling: str
     layers: bool
     tags: tuple[str, ...] = field(default=())
+    prompt: str = ""
 
     def text(self) -> str:
         """The file."""
@@ -89,6 +91,7 @@ class Card:
             head = "# base_model: OWNER/NAME, if the folder has a copy of a model of the hub\n"
         elif self.base is not None:
             start, head = f"Start: {self.base}.", f"base_model: {self.base}\n"
+        prompt = f"Every text of the training began with the prompt `{self.prompt}`.\n" if self.prompt else ""
         alone = self.pooling == "mean_without_cls"
         by_hand = (
             "It has layers behind the pooling, so transformers alone does not give its embeddings.\n"
@@ -103,7 +106,7 @@ tags: [{", ".join(["sentence-transformers", "feature-extraction", *self.tags])}]
 ---
 # {self.title}
 
-{start} {self.method}
+{start} {self.method}{prompt}
 ## Use
 {_NO_SENTENCE_TRANSFORMERS if alone else _SENTENCE_TRANSFORMERS}
 With transformers:
@@ -185,6 +188,7 @@ hash `{state.data_hash}`, preparation config hash `{manifest.config_hash}`, toke
 settings hash `{state.config_hash}`.{corpora}""",
         settings=config.model_dump(mode="json"),
         pooling=config.encoder.pooling,
+        prompt=config.encoder.prompt or "",
         layers=layers,
         tags=(objective.kind,),
     ).text()

@@ -163,6 +163,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         pooling=pooling,
         layers=len(encoder.after) > 0,
         tags=("declutr",),
+        prompt=encoder.in_role("document").prompt,
     ).text()
 
 
