@@ -98,7 +98,7 @@ class Planted(_Adaptation):
 
     builder = SimpleNamespace(make=lambda *_: None, load=lambda name: name)
 
-    def _scored(self, test, encoder):
+    def _scored(self, test, encoder, **_):
         base = np.random.default_rng(0).beta(2, 2, 200)
         best = {"development": ORDER[2], "test": ORDER[4]}[test.passages]
         worse = test.passages == "test" and encoder == ORDER[2]
@@ -122,5 +122,5 @@ def test_the_choice_reads_development_rows_alone_and_the_verdict_test_rows_alone
     monkeypatch.setattr("declutr.adaptation.job._examples", lambda *_: [])
     monkeypatch.setattr(scores.TestSet, "digest", "digest")
     state = SimpleNamespace(look=lambda _: 1, steps=1, seconds_left=0)
-    adaptation = Planted(SimpleNamespace(seed=0), None, None, state, "start", None)
+    adaptation = Planted(SimpleNamespace(seed=0, private=False), None, None, state, "start", None)
     assert adaptation._chosen_and_judged(scores.TestSet("development"), scores.TestSet("test")) == (ORDER[2], "worse")

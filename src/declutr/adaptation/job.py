@@ -35,6 +35,7 @@ from declutr.adaptation.config import (
     opened,
     own_words,
 )
+from declutr.adaptation.paragraphs import paragraph_pairs
 from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
@@ -165,6 +166,7 @@ class _Adaptation:
                 self.pairs,
                 self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
                 recalls,
+                paragraph_pairs(split_documents, self.start.tokenizer),
             )
             for split, split_documents in documents.items()
         }
@@ -190,7 +192,7 @@ class _Adaptation:
         rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
         verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
         encoder = self.builder.load(chosen)
-        rows.append(Row.of(f"{chosen} + {IDF}", "hybrid", start, test.encoder(encoder, with_idf=True), seed))
+        rows.append(Row.of(f"{chosen} + {IDF}", "hybrid", start, self._scored(test, encoder, with_idf=True), seed))
         examples = [] if self.config.private else _examples(test, self.start, encoder)
         return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
@@ -329,13 +331,13 @@ class _Adaptation:
             f"{100 * comparison.difference:+.2f} (95% interval {low:+.2f} to {high:+.2f})"
         )
 
-    def _scored(self, test: TestSet, encoder: TransformerEncoder) -> Values:
+    def _scored(self, test: TestSet, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""
-        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest])[:32]}.json"
+        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest, with_idf])[:32]}.json"
         if path.is_file():
             # a null becomes NaN again
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
-        scores = test.encoder(encoder)
+        scores = test.encoder(encoder, with_idf)
         write_json(path, _plain(scores))  # scoring takes minutes, and a later start needs it again
         return scores
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
+from declutr.adaptation.paragraphs import NO_PARAGRAPHS, Paragraphs
 from declutr.adaptation.passages import F32, F64, Passages
 from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, grouped, mean, share
 from declutr.common.storage import hash_json
@@ -21,17 +22,18 @@ from declutr.evaluation.retrieval.compare import BM25, IDF, general_sentences, s
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 
-DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
+DISTANT, HEADINGS, SENTENCES, PAIRS = "distant", "headings", "sentences", "pairs"
 MEANING = {
     DISTANT: "recall@1 of a passage that searches another one of its document, at least 96 tokens away",
     HEADINGS: "recall@1 of a title or heading that searches its document",
+    SENTENCES: "recall@1 of a question or the first sentence of a paragraph that searches what follows it",
     PAIRS: "recall@1 of your queries",
 }
-STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, PAIRS: share}
+STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, SENTENCES: share, PAIRS: share}
 Values = dict[str, F64]
-"""Values of each row by measure: `(n,)` distant, `(n, 2)` headings, `(A, 2)` recalls and queries of A answers."""
-Cosines = tuple[F32, F32]
-"""`(P, P)` scores of passages with passages, and `(Q, P)` of headings with passages."""
+"""Values of each row by measure: `(n,)` distant, `(n, 2)` headings and sentences, `(A, 2)` recalls and queries of A answers."""
+Cosines = tuple[F32, F32, F32]
+"""Scores `(P, P)` of passages with passages, `(Q, P)` of headings with them, `(S, S)` of sentences with answers."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TestSet:
         passages: of its documents.
         pairs: all of the user's pairs, if there are any.
         own: numbers of the queries of this split.
+        paragraphs: sentences that search, and what they search.
         recalls: `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it,
             because their queries search the same texts.
     """
@@ -50,7 +53,8 @@ class TestSet:
     pairs: RetrievalTest | None = None
     own: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     recalls: dict[str, list[F64]] = field(default_factory=dict)
-    _embedded: dict[str, tuple[F32, F32]] = field(default_factory=dict)
+    paragraphs: Paragraphs = NO_PARAGRAPHS
+    _embedded: dict[str, tuple[F32, ...]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -62,7 +66,8 @@ class TestSet:
         """Hash of the passages, and of the queries of this split with their texts."""
         pairs, places = self.pairs, self.own.tolist()
         queries = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in places]
-        return hash_json([self.passages.texts, queries, pairs and pairs.texts])  # an edit of a text is another test
+        own = [self.passages.texts, self.paragraphs.queries, self.paragraphs.answers]
+        return hash_json([*own, queries, pairs and pairs.texts])  # an edit of a text is another test
 
     @cached_property
     def _pairs_lexicon(self) -> Lexicon:
@@ -70,10 +75,11 @@ class TestSet:
 
     @cached_property
     def _scores_of_words(self) -> dict[str, Cosines]:
-        """BM25 scores and IDF cosines of passages with passages, and of headings with passages."""
-        lexicon, (texts, headings) = Lexicon(self.passages.texts), (self.passages.texts, self.passages.queries)
-        kinds = {BM25: lexicon.bm25, IDF: lexicon.idf_cosine}
-        return {name: (scores(texts), scores(headings)) for name, scores in kinds.items()}
+        """BM25 scores and IDF cosines."""
+        passages, answers = Lexicon(self.passages.texts), Lexicon(self.paragraphs.answers)
+        kinds = {BM25: (passages.bm25, answers.bm25), IDF: (passages.idf_cosine, answers.idf_cosine)}
+        texts, headings, queries = self.passages.texts, self.passages.queries, self.paragraphs.queries
+        return {name: (first(texts), first(headings), second(queries)) for name, (first, second) in kinds.items()}
 
     def lexical(self) -> dict[str, Values]:
         """Values of BM25 and of the IDF cosine."""
@@ -91,7 +97,7 @@ class TestSet:
 
     def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
         """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
-        scores, _ = self._cosines(encoder, with_idf=False)
+        scores, *_ = self._cosines(encoder, with_idf=False)
         owners, starts = self.passages.owners, self.passages.starts
         # the passage itself is near too, at distance 0
         near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < FAR_TOKENS)
@@ -99,19 +105,22 @@ class TestSet:
         return places
 
     def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> Cosines:
-        """Cosines of passages with passages, and of headings with passages; an encoder embeds them once."""
+        """Cosines of an encoder, which embeds the texts once."""
         if encoder.fingerprint not in self._embedded:
-            rows = unit_rows(encoder.embed_ids(self.passages.ids))  # ids: alone, a text may have more tokens
-            self._embedded[encoder.fingerprint] = (
-                rows,
-                unit_rows(encoder.in_role("query").encode(self.passages.queries)),
+            asking, document = encoder.in_role("query"), encoder.in_role("document")
+            rows = (
+                encoder.embed_ids(self.passages.ids),  # ids: alone, a text may have more tokens
+                asking.encode(self.passages.queries),
+                asking.encode(self.paragraphs.queries),
+                document.encode(self.paragraphs.answers),
             )
-        rows, headings = self._embedded[encoder.fingerprint]
-        cosines = rows @ rows.T, headings @ rows.T
+            self._embedded[encoder.fingerprint] = tuple(map(unit_rows, rows))
+        passages, headings, queries, answers = self._embedded[encoder.fingerprint]
+        cosines = passages @ passages.T, headings @ passages.T, queries @ answers.T
         if not with_idf:
             return cosines
-        idf = self._scores_of_words[IDF]
-        return cosines[0] + idf[0], cosines[1] + idf[1]
+        first, second, third = (own + idf for own, idf in zip(cosines, self._scores_of_words[IDF], strict=True))
+        return first, second, third
 
     def _recalls(self, encoder: TransformerEncoder | None) -> list[F64]:
         """`(A, 2)` recalls@1 and queries of the split's answers, without and with IDF; without an encoder of words."""
@@ -125,18 +134,21 @@ class TestSet:
         answers = np.unique(self.pairs.answers[self.own], return_inverse=True)[1]
         return [grouped(values[self.own], answers) for values in self.recalls[key]]
 
-    def _values(self, passages: F32, headings: F32) -> Values:
+    def _values(self, passages: F32, headings: F32, sentences: F32) -> Values:
         values = {DISTANT: self.passages.distant(passages)}
         if self.passages.queries:
             values[HEADINGS] = self.passages.headings(headings)
+        if self.paragraphs.queries:
+            values[SENTENCES] = self.paragraphs.recall(sentences)
         return values
 
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
-    """Differences of two candidates by measure; documents without headings are no rows of that measure."""
+    """Differences of two candidates by measure; documents without headings or sentences are no rows of these."""
     comparisons = {}
     for name in (name for name in before if name in after):
-        rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)  # a draw of others would have no score
+        # a draw of others would have no score
+        rows = before[name][:, 1] > 0 if name in (HEADINGS, SENTENCES) else slice(None)
         comparisons[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
     return comparisons
 
