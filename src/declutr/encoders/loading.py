@@ -267,6 +267,6 @@ def pack_linears(module: nn.Module) -> None:
 
 def _forward(layer: nn.Linear, packed: Tensor, inputs: Tensor) -> Tensor:
     """The layer's output; training and export go the ordinary way, because packed weights have no gradient."""
-    if not torch.is_inference_mode_enabled() or inputs.dtype != layer.weight.dtype or not inputs.numel():
+    if not torch.is_inference_mode_enabled() or inputs.dtype != packed.dtype or not inputs.numel():
         return F.linear(inputs, layer.weight, layer.bias)
     return packed_linear(inputs, packed, layer.bias)
