@@ -19,7 +19,7 @@ from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.job import adapt
 from declutr.adaptation.passages import F64
 from declutr.adaptation.result import Result, Row
-from declutr.adaptation.scores import DISTANT, HEADINGS
+from declutr.adaptation.scores import DISTANT, HEADINGS, SENTENCES
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import atomic_file
 from declutr.evaluation.retrieval.compare import stsb_values
@@ -69,7 +69,8 @@ def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
     for row in result.rows[1:]:  # the first row is the start
         chosen = row.name == result.chosen
-        compared = {"distant": row.differences.get(DISTANT), "queries": row.differences.get(HEADINGS)}
+        measures = {"distant": DISTANT, "queries": HEADINGS, "sentences": SENTENCES}
+        compared = {name: row.differences.get(measure) for name, measure in measures.items()}
         compared |= {"stsb": _stsb(options, row, output, result, seed)}
         yield same | {
             "recipe": row.name,
