@@ -222,6 +222,19 @@ def test_bf16_has_a_cosine_of_at_least_0_999_and_is_told_apart(bench_folder, ben
     assert load_encoder(bench_folder, device="cpu").precision == "fp32"
 
 
+@pytest.mark.parametrize(("family", "precision"), [("roberta", "bf16"), ("electra", "fp32")])
+def test_a_cpu_with_units_for_bf16_uses_them_where_embeddings_stay_the_same(
+    tmp_path, monkeypatch, caplog, family, precision
+):
+    path = encoder_folder(tmp_path / family, family)
+    exact = load_encoder(path, device="cpu").encode(TEXTS)
+    monkeypatch.setattr("declutr.encoders.loading.has_bf16", lambda _: True)
+    encoder = load_encoder(path, device="cpu")
+    assert encoder.precision == precision
+    assert (unit_rows(encoder.encode(TEXTS)) * unit_rows(exact)).sum(axis=1).min() > 0.9999
+    assert ("computed in fp32, because bf16 has a cosine of" in caplog.text) == (precision == "fp32")
+
+
 @pytest.mark.parametrize("size", [1, 7, 44, 1000])
 def test_tokenizing_ahead_changes_nothing_but_the_batches(bench_folder, bench_texts, size):
     encoder = load_encoder(bench_folder, device="cpu")

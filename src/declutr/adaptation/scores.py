@@ -33,7 +33,7 @@ STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, SENTENCES: s
 Values = dict[str, F64]
 """Values of each row by measure: `(n,)` distant, `(n, 2)` headings and sentences, `(A, 2)` recalls and queries of A answers."""
 Cosines = tuple[F32, F32, F32]
-"""Scores `(P, P)` of passages with passages, `(Q, P)` of headings with them, `(S, S)` of sentences with answers."""
+"""`(P, P)` scores of passages with passages, `(Q, P)` of headings with them, `(S, S)` of sentences with answers."""
 
 
 @dataclass(frozen=True)

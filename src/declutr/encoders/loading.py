@@ -3,10 +3,12 @@
 import copy
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from declutr.encoders.protocol import (
     in_role,
     is_run,
     no_encoder,
+    unit_rows,
 )
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.words import HashedWords
@@ -47,6 +50,8 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
 
+_PROBES = ("a", "A sentence of a usual length, with 2 numbers: 17.", "several words about one thing " * 20)
+_LEAST_COSINE = 0.9999
 _PACKED_ROWS = 2048  # the layout is made for batches of about this many tokens
 _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
@@ -144,10 +149,9 @@ def load_encoder(
     prompts = recipe.prompts if recipe else declared["prompts"]
     prompt = recipe.prompt if recipe else prompts.get(declared.get("default_prompt_name", ""), "")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()
+    chosen_here = precision == "auto"
     if precision == "auto":
         precision = "bf16" if has_bf16(torch.device(device)) else "fp32"
-        if precision == "bf16":
-            _say_once("embeddings are computed in bfloat16, which the device has units for; fp32 is exact and slower")
     half = in_bf16(encoder) if precision == "bf16" and device == "cpu" else None
     if device == "cpu":
         for module in (half or encoder, after):
@@ -169,6 +173,8 @@ def load_encoder(
         chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,  # on a CPU tokenizing ahead would compete with it
         pretrained=start_of(path),
     )
+    if chosen_here and precision == "bf16":
+        whole = _close_enough(whole)
     cut = CutEncoder(whole, recipe.cut) if recipe and recipe.cut and recipe.cut < whole.size else whole
     return in_role(cut, role) if role else cut
 
@@ -239,6 +245,19 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
 @lru_cache
 def _say_once(message: str) -> None:
     get_logger().info("%s", message)
+
+
+def _close_enough(encoder: TransformerEncoder) -> TransformerEncoder:
+    """The encoder in bfloat16, on a CPU in float32 if some texts show that it needs that."""
+    if encoder.half is not None:
+        exact, rows = replace(encoder, half=None, precision="fp32"), encoder.windows(_PROBES)[0]
+        first, second = (unit_rows(side.embed_ids(rows).astype(np.float64)) for side in (encoder, exact))
+        if (cosine := float((first * second).sum(axis=1).min())) < _LEAST_COSINE:
+            get_logger().warning("%s: computed in fp32, because bf16 has a cosine of %.4f to it", encoder.name, cosine)
+            pack_linears(exact.encoder)
+            return exact
+    _say_once("embeddings are computed in bfloat16, which the device has units for; fp32 is exact and slower")
+    return encoder
 
 
 def in_bf16(encoder: Encoder) -> Encoder:
