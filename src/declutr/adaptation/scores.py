@@ -31,7 +31,7 @@ MEANING = {
 }
 STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, SENTENCES: share, PAIRS: share}
 Values = dict[str, F64]
-"""Values of rows by measure: `(n,)` distant, `(n, 2)` headings and sentences, `(A, 2)` recalls and queries of A answers."""
+"""Values by measure: `(n,)` distant, `(n, 2)` headings and sentences, `(A, 2)` recalls and queries of A answers."""
 Cosines = tuple[F32, F32, F32]
 """`(P, P)` scores of passages with passages, `(Q, P)` of headings with them, `(S, S)` of sentences with answers."""
 
