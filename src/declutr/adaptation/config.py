@@ -355,7 +355,8 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Retrieval
     problems, pairs = check_places(config, output)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
 
-    preparation = preparation_problems(config.prepare_config(output / "data", address))
+    with own_words():  # it warns of files that are not read
+        preparation = preparation_problems(config.prepare_config(output / "data", address))
     if problems := [*map(as_options, preparation), *problems]:
         raise UsageError("\n".join(problems))
     return pairs
