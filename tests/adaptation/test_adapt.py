@@ -13,6 +13,7 @@ from pages import checked
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+from volumes import small_volume
 
 from declutr.adaptation import scores as adaptation_scores
 from declutr.adaptation.candidates import (
@@ -143,6 +144,22 @@ def test_adapt_without_steps_tries_the_closed_form_alone(encoder, tmp_path):
     texts = [path.read_text() for path in candidates.rglob("*") if path.suffix in (".json", ".md")]
     assert len(texts) > 5
     assert not any(str(place) in text for text in texts for place in (tmp_path, encoder)), "others may get it"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+def test_a_full_disk_is_told_and_the_same_command_continues(encoder, tmp_path):
+    documents = corpus(tmp_path / "documents.jsonl", 120)
+    with small_volume(tmp_path / "disk", 16) as volume:
+        output = volume.path / "adapted"
+        result = adapt(encoder, documents, output, steps=0)
+        shutil.rmtree(output / "candidates")
+        volume.fill(leave_bytes=0)
+        with pytest.raises(UsageError, match=all_of("--output", "No space left", "same command")):
+            adapt(encoder, documents, output, steps=0)
+        volume.drain()
+        assert adapt(encoder, documents, output, steps=0).sentence == result.sentence
 
 
 def place_of(config, output, name):

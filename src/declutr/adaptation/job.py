@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from declutr.adaptation.candidates import (
     CLOSED,
@@ -91,9 +92,9 @@ def adapt(
 
     Raises:
         ConfigError: with every problem of the settings, or the corpus cannot be prepared.
-        UsageError: the folder is of another adaptation, or an input cannot be used.
+        UsageError: the folder is of another adaptation or cannot be written, an input cannot be used, or the documents
+            give no covariance.
         EncoderError: the encoder cannot be loaded.
-        UsageError: the documents give no covariance.
         ShardError, DamagedError: the corpus or the folder cannot be read.
         SessionError: Ray cannot be started.
         TrainingFailedError: the training cannot continue.
@@ -103,7 +104,18 @@ def adapt(
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
     config, output = load_config(values, "adapt", AdaptConfig).located(), expand(str(output)).absolute()
     pairs = checked(config, output, address)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        return _adapt(config, output, address, pairs)
+    except (OSError, SafetensorError) as error:  # a full disk, or storage that is not reachable
+        if isinstance(error, SafetensorError) and "I/O error" not in str(error):
+            raise  # damage has messages of its own
+        raise UsageError(
+            f"--output {output}: {error}. What is finished is kept; run the same command to continue"
+        ) from error
+
+
+def _adapt(config: AdaptConfig, output: Path, address: str | None, pairs: RetrievalTest | None) -> Result:
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
         start = load_transformer(config.encoder, config.trust_remote_code)
