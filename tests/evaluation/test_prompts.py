@@ -103,6 +103,16 @@ def test_embed_takes_the_role_that_it_is_told(tmp_path, role, put):
     close(np.load(tmp_path / "out.npy"), SentenceTransformer(str(path), device="cpu").encode([f"{put}ab cd"]))
 
 
+def test_a_role_of_an_encoder_without_prompts_is_said_to_have_no_effect(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("ab cd\n")
+    path = prompted(tmp_path / "plain", {})
+    assert (
+        main(["embed", str(path), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy"), "--role", "query"])
+        == 0
+    )
+    says(capsys.readouterr().err, "--role query: has no effect", "declares no prompts")
+
+
 def test_pairs_are_scored_with_both_prompts(tmp_path):
     path, plain = prompted(tmp_path / "encoder"), prompted(tmp_path / "plain", {})
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": text[:4], "text": text} for text in DOCUMENTS])

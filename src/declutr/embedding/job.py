@@ -149,7 +149,12 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         # else a search for them would compare other vectors than those that the encoder learned to compare
         config = config.model_copy(update={"choice": config.choice.model_copy(update={"role": "document"})})
         encoder = document
-    if prompt := getattr(encoder, "prompt", ""):
+    whole = getattr(encoder, "whole", encoder)
+    if config.choice.role and getattr(whole, "role", None) is None:
+        get_logger().warning(
+            "--role %s: has no effect, because %s declares no prompts", config.choice.role, encoder.name
+        )
+    if prompt := getattr(whole, "prompt", ""):
         get_logger().info("%r is put before every text", prompt)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")

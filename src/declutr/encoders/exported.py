@@ -69,6 +69,8 @@ class OnnxEncoder:
         EncoderError: a file is missing or damaged, or onnxruntime is not installed.
     """
 
+    role: Role | None = None
+
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
         try:
@@ -99,6 +101,7 @@ class OnnxEncoder:
         if not role_prompts(self._prompts):
             return self
         encoder = copy.copy(self)
+        encoder.role = role
         encoder.prompt = prompt_of(role, self._prompts)
         return encoder
 
