@@ -53,6 +53,7 @@ def test_roles_have_the_embeddings_of_sentence_transformers(
     close(in_role(encoder, "query").encode(TEXTS), theirs.encode(TEXTS, prompt=query))
     close(in_role(encoder, "document").encode(TEXTS), theirs.encode(TEXTS, prompt=document))
     close(load_encoder(path, device="cpu", role="query").encode(TEXTS), theirs.encode(TEXTS, prompt=query))
+    assert in_role(encoder, "query") is in_role(encoder, "query"), "a service asks for it at every query"
     if "passage" not in prompts and "corpus" not in prompts and default is None:
         close(in_role(encoder, "document").encode(TEXTS), theirs.encode_document(TEXTS))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from prepared import Row, write_prepared
 from processes import ROOT as ROOT
 from processes import environment
 from waiting import until
@@ -241,3 +242,10 @@ def wait_gone(pids, timeout=60):
     while (left := {pid: title(pid) for pid in pids if title(pid) is not None}) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
+
+
+def word_shards(folder):
+    """Shards of 20 documents of 90 words, of which there are 50; returns the folder."""
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
+    write_prepared(folder, [[Row(text) for text in texts]], geometry=GEOMETRY)
+    return folder

@@ -11,7 +11,6 @@ from families import PADDED
 from madeup import config_of, shards
 from mediafiles import png
 from messages import says
-from prepared import Row, write_prepared
 from preparing import prepare_media
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -38,10 +37,7 @@ WEIGHT = "bert.encoder.layer.1.output.dense.weight"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "out"
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
-    write_prepared(folder, [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
-    return folder
+    return runs.word_shards(tmp_path_factory.mktemp("data") / "out")
 
 
 @pytest.fixture

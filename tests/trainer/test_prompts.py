@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tinyruns as runs
 from messages import says
-from prepared import Row, write_prepared
 from tiny import VOCABULARY
 from tinyruns import problems
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
@@ -47,10 +46,7 @@ def test_a_prompt_stands_behind_the_first_special_token_and_is_never_masked():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "out"
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
-    write_prepared(folder, [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
-    return folder
+    return runs.word_shards(tmp_path_factory.mktemp("data") / "out")
 
 
 @pytest.fixture

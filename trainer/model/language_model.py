@@ -251,9 +251,7 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
 
 
 def vocabulary_of(tokenizer: Any, prompt: str = "") -> Vocabulary:
-    """Reads the ids that the collator needs from a transformers tokenizer.
-
-    Ids of the prompt are those of it alone without its last spaces: tokens of a text begin with theirs.
+    """Reads the ids that the collator needs from a transformers tokenizer; `prompt` goes before every span.
 
     Raises:
         ValueError: the tokenizer has no mask token.
@@ -262,9 +260,13 @@ def vocabulary_of(tokenizer: Any, prompt: str = "") -> Vocabulary:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
     bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-    ids = tokenizer(prompt.rstrip(), add_special_tokens=False)["input_ids"] if prompt.strip() else []
     special = tuple(sorted(tokenizer.all_special_ids))
-    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, special, tuple(ids))
+    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, special, prompt_ids(tokenizer, prompt))
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    """Ids of a prompt alone, without its last spaces: tokens of a text begin with theirs."""
+    return tuple(tokenizer(prompt.rstrip(), add_special_tokens=False)["input_ids"]) if prompt.strip() else ()
 
 
 def _harmless(name: str) -> bool:

@@ -122,8 +122,8 @@ class AdaptConfig(Strict):
         """
         file = read_yaml_file(_SETTINGS)["train"]
         names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
-        encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code, "pooling": pooling}
-        encoder["prompt"] = prompt
+        encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code}
+        encoder |= {"pooling": pooling, "prompt": prompt}
         settings = {name: file[name] for name in names} | {
             "run": str(run),
             "data": str(data),

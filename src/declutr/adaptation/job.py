@@ -58,7 +58,7 @@ from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
-from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.model.language_model import prompt_ids
 
 _START, _START_IDF = "start", f"start + {IDF}"
 _TIMED_PASSAGES = 512
@@ -121,7 +121,7 @@ def _adapt(config: AdaptConfig, output: Path, address: str | None, pairs: Retrie
         start = load_transformer(config.encoder, config.trust_remote_code)
         if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
             raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
-        needed = WINDOW_TOKENS + len(vocabulary_of(start.tokenizer, document_prompt(start)).prompt)
+        needed = WINDOW_TOKENS + len(prompt_ids(start.tokenizer, document_prompt(start)))
         if needed > start.max_tokens:
             raise UsageError(
                 f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have {needed}; "

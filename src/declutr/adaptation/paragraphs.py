@@ -56,6 +56,14 @@ class Paragraphs:
 NO_PARAGRAPHS = Paragraphs([], [], np.empty(0, np.int64), 0)
 
 
+def uncut_engine(tokenizer: Any) -> Tokenizer:
+    """The engine of a tokenizer of transformers, without its cuts: a copy, as the encoder's own stays as it is."""
+    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
 def paragraph_pairs(documents: Sequence[str], tokenizer: Any) -> Paragraphs:
     """At most four pairs of each document, spread over it: questions if 100 documents have some, else sentences.
 
@@ -65,9 +73,7 @@ def paragraph_pairs(documents: Sequence[str], tokenizer: Any) -> Paragraphs:
         documents: their texts, with line breaks.
         tokenizer: of transformers.
     """
-    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the encoder's own stays as it is
-    engine.no_truncation()
-    engine.no_padding()
+    engine = uncut_engine(tokenizer)
 
     def cut(answer: str) -> str:
         ends = [end for _, end in engine.encode(answer, add_special_tokens=False).offsets]

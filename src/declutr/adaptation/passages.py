@@ -15,15 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
+from declutr.adaptation.paragraphs import uncut_engine
 from declutr.common import seeding
 from declutr.common.words import num_words
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import Corpus, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
 from declutr.pipeline.shards.shards import ShardSet, document_keys
+from declutr.trainer.model.language_model import prompt_ids
 from declutr.trainer.objectives.scores import ahead
 
 F64 = NDArray[np.float64]
@@ -187,13 +188,11 @@ def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") ->
     parts = [_headings(text) for text in documents]
     # a set: a heading that one document repeats still names it alone
     common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
-    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the encoder's own stays as it is
-    engine.no_truncation()  # passages are cut here, from the whole document
-    engine.no_padding()
+    engine = uncut_engine(tokenizer)  # passages are cut here, from the whole document
     example = engine.encode("a", add_special_tokens=True)
     places = [place for place, special in enumerate(example.special_tokens_mask) if not special]
     before, after = example.ids[: places[0]], example.ids[places[-1] + 1 :]
-    before += engine.encode(prompt.rstrip(), add_special_tokens=False).ids  # a text's first token has the space
+    before += prompt_ids(tokenizer, prompt)
     texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
     number = 0
     for headings, body in parts:

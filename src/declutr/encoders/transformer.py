@@ -77,7 +77,13 @@ class TransformerEncoder:
         """The encoder with its prompt for queries or documents; itself if it has none of a role."""
         if not role_prompts(self.prompts) or role == self.role:
             return self
-        return replace(self, prompt=prompt_of(role, self.prompts), role=role)
+        if role not in self._in_roles:  # once: each has a copy of the tokenizer, and a service asks for every query
+            self._in_roles[role] = replace(self, prompt=prompt_of(role, self.prompts), role=role)
+        return self._in_roles[role]
+
+    @cached_property
+    def _in_roles(self) -> dict[Role, "TransformerEncoder"]:
+        return {}
 
     @property
     def device(self) -> torch.device:
