@@ -27,7 +27,6 @@ from declutr.adaptation.candidates import (
     document_prompt,
     load_transformer,
     whitening,
-    write_between,
     write_trained,
 )
 from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, opened
@@ -300,7 +299,7 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
         lexicon = Lexicon(half.texts)
         alone, with_idf = (grouped(row.values[:, 0], row.answers) for row in score_encoder(half, start, lexicon))
         bm25, idf = (grouped(row.values[:, 0], row.answers) for row in score_lexical(half, lexicon))
-        assert test.num_rows == len(half.queries)
+        assert test.num_rows("pairs") == len(half.queries)
         assert np.array_equal(test.encoder(counting)["pairs"], alone)
         assert np.array_equal(test.encoder(counting, with_idf=True)["pairs"], with_idf)
         assert [found["pairs"].tolist() for found in test.lexical().values()] == [bm25.tolist(), idf.tolist()]
@@ -403,25 +402,6 @@ def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(e
     with pytest.raises(UsageError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
         adapt(folder, tmp_path / "docs.jsonl", tmp_path / "out")
     assert not (tmp_path / "out" / "data").exists()
-
-
-def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):
-    start = load_encoder(str(encoder))
-    texts = ["word1 word2", "word3"]
-    for part in (0.0, 0.5, 1.0):
-        trained = load_encoder(str(encoder))
-        for parameter in trained.encoder.parameters():
-            parameter.data += 0.1
-        ends = dict(trained.encoder.named_parameters())
-        wanted = {name: (1 - part) * p + part * ends[name] for name, p in start.encoder.named_parameters()}
-        folder = tmp_path / f"{part}"
-        folder.mkdir()
-        write_between(start, trained, part, folder)
-        found = load_encoder(str(folder))
-        for name, parameter in found.encoder.named_parameters():
-            assert (parameter - wanted[name]).abs().max() < 1e-6, name
-    assert np.isfinite(found.encode(texts)).all()
-    assert TRAINED in ORDER
 
 
 def test_settings_of_the_file_are_those_of_an_adaptation():

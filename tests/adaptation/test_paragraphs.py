@@ -37,7 +37,7 @@ def sentence(name):
     ],
 )
 def test_first_sentences_of_prose_search_the_rest_of_their_paragraph(tokenizer, block, query):
-    found = paragraph_pairs([block], tokenizer)
+    found = paragraph_pairs({"test": [block]}, tokenizer)["test"]
     assert found.queries == ([query] if query else [])
     for answer in found.answers:
         assert REST.startswith(answer)
@@ -49,7 +49,7 @@ def test_what_two_documents_share_searches_nothing_and_a_document_gives_at_most_
     rest = [f"{REST} Part {number} of {name} ends." for name in "ab" for number in range(9)]
     paragraphs = [f"{sentence(f'number {number}')} {text}" for number, text in enumerate(rest)]
     documents = ["\n\n".join([shared, *paragraphs[:9]]), "\n\n".join([shared, *paragraphs[9:12]]), "nothing"]
-    found = paragraph_pairs(documents, tokenizer)
+    found = paragraph_pairs({"test": documents}, tokenizer)["test"]
     assert found.owners.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert sentence("the licence") not in found.queries
     assert found.queries[0] == sentence("number 0")
@@ -64,9 +64,10 @@ def test_questions_search_if_a_hundred_documents_have_one(tokenizer, asking, que
         else f"{sentence(f'thing {number}')} {REST} Of thing {number}."
         for number in range(120)
     ]
-    found = paragraph_pairs(documents, tokenizer)
-    assert len(found.queries) == (asking if question else 120)
-    assert all(query.endswith("?") == question for query in found.queries)
+    more = [f"# What is other {number}?\n\n{REST} Of other {number}." for number in range(100)]
+    found = paragraph_pairs({"development": more, "test": documents}, tokenizer)
+    assert len(found["test"].queries) == (asking if question else 120)
+    assert all(query.endswith("?") == question for part in found.values() for query in part.queries)
 
 
 def test_recall_counts_by_document_and_a_tie_is_no_hit():

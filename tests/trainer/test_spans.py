@@ -26,14 +26,31 @@ GEOMETRY = Geometry(num_anchors=2, max_tokens=12)
 @st.composite
 def span_configs(draw_, strategies=("all", "adjacent", "subsuming", "distant"), least=1):
     longest, strategy = draw_(st.integers(least, 40)), draw_(st.sampled_from(strategies))
+    shortest = draw_(st.integers(1, longest))
+    queries = {"query_share": draw_(st.sampled_from([0.3, 1.0]))} if draw_(st.booleans()) else {}
+    if queries:
+        queries["query_tokens"] = sorted(draw_(st.lists(st.integers(1, shortest), min_size=2, max_size=2)))
     return SpanConfig(
         num_anchors=draw_(st.integers(1, 5)),
         num_positives=draw_(st.integers(1, 4)),
-        min_tokens=draw_(st.integers(1, longest)),
+        min_tokens=shortest,
         max_tokens=longest,
         strategy=strategy,
         min_distance_tokens=draw_(st.integers(0, 100)) if strategy == "distant" else 0,
+        **queries,
     )
+
+
+def check_queries(spans, num_tokens, longest, anchors, positives):
+    """Every bound of the anchors of a document that are as short as a query, and of what lies beside them."""
+    (start, end), (first, last) = anchors.T, positives.transpose(2, 0, 1)
+    assert ((end - start >= spans.query_tokens[0]) & (end - start <= spans.query_tokens[1])).all()
+    assert (start // longest == (end - 1) // longest).all()  # inside one window
+    room = np.minimum(longest, np.maximum(start, num_tokens - end))[:, None]
+    assert ((last - first >= np.minimum(spans.min_tokens, room)) & (last - first <= room)).all()
+    behind = end[:, None] + (last - first) <= num_tokens
+    assert np.where(behind, first == end[:, None], last == start[:, None]).all()
+    assert ((first >= 0) & (last <= num_tokens)).all()
 
 
 def check_document(spans, num_tokens, longest, anchors, positives):
@@ -44,7 +61,6 @@ def check_document(spans, num_tokens, longest, anchors, positives):
     window = start // longest
     assert (end <= (window + 1) * longest).all()  # inside one window
     assert (end <= num_tokens // longest * longest).all()  # never in the tail
-    assert (np.diff(np.sort(window)) >= 2).all()
     first, last = positives[..., 0], positives[..., 1]
     start, end = start[:, None], end[:, None]
     assert ((first >= 0) & (last <= num_tokens)).all()
@@ -73,9 +89,17 @@ def sampled(spans, geometry, mode, lengths, seed, keys=None):
     return place(spans, draws, lengths, *windows_of(lengths, geometry, mode), mode)
 
 
+def check_row(config, length, longest, spans, row):
+    present, queries = spans.present[row], spans.queries[row]
+    for checker, rows in (check_document, present & ~queries), (check_queries, queries):
+        checker(config, length, longest, spans.anchors[row][rows], spans.positives[row][rows])
+    assert (np.diff(np.sort(spans.anchors[row, present, 0] // longest)) >= 2).all()
+    assert not (queries & ~present).any()
+
+
 def check(config, lengths, spans):
     for row, length in enumerate(lengths.tolist()):
-        check_document(config, length, config.max_tokens, spans.anchors[row], spans.positives[row])
+        check_row(config, length, config.max_tokens, spans, row)
 
 
 @given(span_configs(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
@@ -94,7 +118,7 @@ def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     positives = (*anchors, config.num_positives)
     drawn = [
         np.array(data.draw(st.lists(extreme, min_size=size, max_size=size))).reshape(shape)
-        for shape in (anchors, anchors, anchors, positives, positives)
+        for shape in (anchors, anchors, anchors, positives, positives, *[anchors] * bool(config.query_share))
         for size in [int(np.prod(shape))]
     ]
     lengths = np.array([config.min_document_tokens + extra])
@@ -155,13 +179,25 @@ def test_windows_may_be_longer_than_spans(config, longer, extra, seed):
     draws = draw(config, seed, np.zeros(len(lengths), np.int64), np.arange(len(lengths), dtype=np.uint64))
     spans = place(config, draws, lengths, np.concatenate(starts), np.cumsum([0, *map(len, starts)]))
     start, end = spans.anchors[..., 0], spans.anchors[..., 1]
-    assert (end - start >= config.min_tokens).all()
+    assert (end - start >= np.where(spans.queries, config.query_tokens[0], config.min_tokens)).all()
     assert (np.maximum(end - start, np.diff(spans.positives, axis=-1)[..., 0].max(-1)) <= config.max_tokens).all()
     assert (end <= (start // window + 1) * window).all()
     chosen = start // window
     apart = np.abs(chosen[:, :, None] - chosen[:, None, :])
     assert (apart[:, ~np.eye(config.num_anchors, dtype=bool)] >= 2).all()
     assert ((spans.positives[..., 0] >= 0) & (spans.positives[..., 1] <= lengths[:, None, None])).all()
+
+
+def test_queries_have_their_share_and_leave_the_other_spans_as_they_are():
+    keys, lengths = np.arange(3000, dtype=np.uint64), np.full(3000, 300)
+    config = SpanConfig(num_anchors=1, num_positives=1, max_tokens=64, strategy="distant", min_distance_tokens=96)
+    asking = config.model_copy(update={"query_share": 0.3})
+    plain, mixed = (sampled(spans, spans, "drop", lengths, 5, keys) for spans in (config, asking))
+    assert mixed.queries.mean() == pytest.approx(0.3, abs=0.03)
+    assert (plain.anchors == mixed.anchors)[~mixed.queries].all()
+    assert (plain.positives == mixed.positives)[~mixed.queries].all()
+    sizes = np.diff(mixed.anchors[mixed.queries], axis=-1)
+    assert (sizes.min(), sizes.max()) == (4, 16)
 
 
 def test_short_spans_come_from_the_whole_window():
@@ -224,7 +260,7 @@ def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
             longest = min(longest, length // (2 * geometry.num_anchors))
             assert longest >= geometry.min_tokens
         assert longest == window_tokens(length, geometry, mode)
-        check_document(spans, length, longest, found.anchors[row, :count], found.positives[row, :count])
+        check_row(spans, length, longest, found, row)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -38,6 +38,11 @@ class SpanConfig(Strict):
     min_distance_tokens: int = Field(default=0, ge=0)
     """Least number of tokens between an anchor and its positives, with `strategy: distant`; in too short documents they
     are as far away as possible."""
+    query_share: float = Field(default=0, ge=0, le=1)
+    """Share of the anchors that are as short as what people type to search; their positives, of the lengths of others,
+    are the text behind them, or before them at the end of a document."""
+    query_tokens: tuple[Annotated[int, Field(ge=1)], int] = (4, 16)
+    """Tokens of the shortest and the longest of these anchors, at most `min_tokens`; all lengths are equally likely."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpanConfig":
@@ -45,6 +50,10 @@ class SpanConfig(Strict):
             raise ValueError(
                 f"min_distance_tokens = {self.min_distance_tokens} needs strategy = distant, not {self.strategy}"
             )
+        if self.query_tokens[0] > self.query_tokens[1]:
+            raise ValueError(f"query_tokens = {list(self.query_tokens)}: the first must be at most the second")
+        if self.query_share == 0 and "query_tokens" in self.model_fields_set:
+            raise ValueError("query_tokens has no effect with query_share = 0; set query_share, or remove it")
         both_set = {"min_tokens", "max_tokens"} <= self.model_fields_set  # an unset one comes from the shards
         if both_set and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} must be at most max_tokens = {self.max_tokens}")

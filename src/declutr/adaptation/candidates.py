@@ -3,7 +3,7 @@
 The closed form whitens embeddings by their covariance within documents, without training. It is WCCN of speaker
 recognition (Hatch et al. 2006). Directions in which the spans of one document differ from each other are shrunk, so
 that what they share counts more. It is DeCLUTR's signal without training: spans of a document belong together. The
-others are a training, interpolations on the way to it, and the closed form after it.
+others are a training, and the closed form after it.
 
 Legend: S spans, D embedding size.
 """
@@ -35,11 +35,8 @@ from declutr.trainer.train import train
 
 F64 = NDArray[np.float64]
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
-_BETWEEN = {f"trained, {part:.0%} of the way": part for part in (0.25, 0.5, 0.75)}
-"""Part of the way from the start's weights to the trained ones, by name. An interpolation costs no more than the
-training that it needs, and changes the encoder less."""
-ORDER = (CLOSED, *_BETWEEN, TRAINED, BOTH)  # by cost: the choice takes the cheapest that no dearer one exceeds
-"""All candidates."""
+ORDER = CLOSED, TRAINED, BOTH
+"""All candidates, from the cheapest to the dearest."""
 POWER, SHRINKAGE = 0.25, 0.1
 """Power of the covariance, of which 0.5 whitens completely, and weight of the identity beside it."""
 _PASSAGES = 4
@@ -117,7 +114,7 @@ class CandidateBuilder:
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
-        if name not in (CLOSED, TRAINED):  # all others are made from it
+        if name == BOTH:
             self.make(TRAINED, start, steps)
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
@@ -127,10 +124,8 @@ class CandidateBuilder:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
                 write_whitened(origin, sums or within_sums(origin, self.data), aside)
-            elif name == TRAINED:
-                write_trained(start, load_transformer(run / EXPORT, trust), aside)
             else:
-                write_between(start, self.load(TRAINED), _BETWEEN[name], aside)
+                write_trained(start, load_transformer(run / EXPORT, trust), aside)
 
 
 def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder: Path) -> None:
@@ -142,19 +137,6 @@ def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder
     write_transformer(
         replace(trained, max_tokens=start.max_tokens, prompt=start.prompt, prompts=start.prompts), ends, folder
     )
-
-
-def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: float, folder: Path) -> None:
-    """Writes the encoder whose weights are (1 - part) of the start's plus `part` of the trained one's.
-
-    The object `trained` gets these weights and must not be used again.
-    """
-    pairs = [(start.encoder, trained.encoder), (start.after, trained.after)]
-    with torch.no_grad():
-        for before, after in pairs:
-            for weight, end in zip(before.parameters(), after.parameters(), strict=True):
-                end.copy_(torch.lerp(weight, end, part))
-    write_transformer(trained, [], folder)  # its own layers hold the interpolated weights
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,21 @@ from declutr.adaptation.config import (
     own_words,
 )
 from declutr.adaptation.paragraphs import paragraph_pairs
-from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
+from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
-from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
+from declutr.adaptation.scores import (
+    DISTANT,
+    MEANING,
+    PAIRS,
+    SENTENCES,
+    TestSet,
+    Values,
+    Verdict,
+    choose,
+    compared,
+    judge,
+    moved,
+)
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger
@@ -52,6 +64,7 @@ from declutr.encoders.protocol import role_prompts
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import IDF, stsb_values
 from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
@@ -152,9 +165,16 @@ class _Adaptation:
     def builder(self) -> CandidateBuilder:
         return CandidateBuilder(self.config, self.output / "data", self.output / "candidates", self.address)
 
-    @property
+    @cached_property
+    def preparation(self) -> PipelineConfig:
+        return self.config.prepare_config(self.output / "data", self.address)
+
+    @cached_property
     def primary(self) -> str:
-        return DISTANT if self.pairs is None else PAIRS
+        """The measure that chooses and judges: the user's pairs, else sentences if both halves have enough of them."""
+        if self.pairs is not None:
+            return PAIRS
+        return SENTENCES if min(test.num_rows(SENTENCES) for test in self.sets.values()) >= MIN_ROWS else DISTANT
 
     @property
     def rows(self) -> str:
@@ -162,36 +182,41 @@ class _Adaptation:
 
     def run(self) -> Result:
         self._say("preparing the corpus")
-        prepared = self.config.prepare_config(self.output / "data", self.address)
+        prepared = self.preparation
         if self.state.start is None:  # else an earlier start has prepared it
             check_lengths(prepared, self.start.tokenizer)
         with own_words():
             manifest = prepare(prepared)
         self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
-        documents = held_out_documents(prepared.corpus, self.output / "data", self.config.seed)
+        if self.sets["test"].num_rows(self.primary) < MIN_ROWS:
+            return self._few()
+        self._say(f"{self.primary} chooses and judges: {MEANING[self.primary]}")
+        return self._chosen_and_judged(self.sets["development"], self.sets["test"])
+
+    @cached_property
+    def sets(self) -> dict[Split, TestSet]:
+        """What is scored of each half of the documents that are not trained on."""
         recalls: dict[str, list[F64]] = {}
-        prompt = document_prompt(self.start)
-        sets = {
+        tokenizer, prompt = self.start.tokenizer, document_prompt(self.start)
+        documents = held_out_documents(self.preparation.corpus, self.output / "data", self.config.seed)
+        paragraphs = paragraph_pairs(documents, tokenizer)
+        return {
             split: TestSet(
-                make_passages(split_documents, self.start.tokenizer, prompt),
+                make_passages(split_documents, tokenizer, prompt),
                 self.pairs,
                 self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
                 recalls,
-                paragraph_pairs(split_documents, self.start.tokenizer),
+                paragraphs[split],
             )
             for split, split_documents in documents.items()
         }
-        if sets["test"].num_rows < MIN_ROWS:
-            documents_of_all = all_documents(prepared.corpus, self.output / "data")
-            return self._few(make_passages(documents_of_all, self.start.tokenizer, prompt))
-        return self._chosen_and_judged(sets["development"], sets["test"])
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
         scored = self._development(development)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
-        chosen = choose(candidates, scored, self.primary, self.config.seed)
+        chosen = choose(candidates, scored, self.primary)
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         # counted before the scores: a stop after them is a look, too
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
@@ -237,8 +262,8 @@ class _Adaptation:
         """Steps of the training for which there is time, decided once; 0 if nothing could choose or be trained."""
         documents = ShardSet(self.builder.data, "train").num_documents
         few = None
-        if test.num_rows < MIN_ROWS:
-            few = f"{test.num_rows} development {self.rows}, and a choice by an interval needs {MIN_ROWS}"
+        if (rows := test.num_rows(self.primary)) < MIN_ROWS:
+            few = f"{rows} development {self.rows}, and a choice needs {MIN_ROWS}"
         elif documents < BATCH_DOCUMENTS:
             few = f"{documents} training documents, and a step takes {BATCH_DOCUMENTS}"
         if few:
@@ -262,8 +287,10 @@ class _Adaptation:
             )
         return steps
 
-    def _few(self, passages: Passages) -> Result:
+    def _few(self) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
+        documents = all_documents(self.preparation.corpus, self.output / "data")
+        passages = make_passages(documents, self.start.tokenizer, document_prompt(self.start))
         scorable = int(passages.scorable.sum())
         get_logger().warning(
             "%d documents of %d tokens or more, without headings: too few for a test of their own, so the closed form "

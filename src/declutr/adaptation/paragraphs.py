@@ -5,9 +5,9 @@ Legend: n documents, S pairs of a query and its answer.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
 _QUERY_WORDS = range(4, 41)
 _ANSWER_WORDS = 20  # at least
 _PER_DOCUMENT = 4
+T = TypeVar("T")
 Pair = tuple[str, str]
 """A query and its answer."""
 
@@ -64,13 +65,13 @@ def uncut_engine(tokenizer: Any) -> Tokenizer:
     return engine
 
 
-def paragraph_pairs(documents: Sequence[str], tokenizer: Any) -> Paragraphs:
-    """At most four pairs of each document, spread over it: questions if 100 documents have some, else sentences.
+def paragraph_pairs(splits: Mapping[T, Sequence[str]], tokenizer: Any) -> dict[T, Paragraphs]:
+    """Of each split at most four pairs of a document, spread over it, whose answers are cut to a passage's length.
 
-    Answers are cut to the length of a passage.
+    They are questions if 100 documents of each split have some, else first sentences.
 
     Args:
-        documents: their texts, with line breaks.
+        splits: texts of documents with line breaks, by split.
         tokenizer: of transformers.
     """
     engine = uncut_engine(tokenizer)
@@ -79,14 +80,18 @@ def paragraph_pairs(documents: Sequence[str], tokenizer: Any) -> Paragraphs:
         ends = [end for _, end in engine.encode(answer, add_special_tokens=False).offsets]
         return answer if len(ends) <= PASSAGE_TOKENS else answer[: ends[PASSAGE_TOKENS - 1]]
 
-    kinds = zip(*map(_pairs, documents), strict=True) if documents else ((), ())
-    questions, sentences = (_own(pairs) for pairs in kinds)
-    rows: list[tuple[str, str, int]] = []
-    for number, pairs in enumerate(questions if sum(map(bool, questions)) >= MIN_ROWS else sentences):
-        places = np.unique(np.linspace(0, len(pairs) - 1, min(_PER_DOCUMENT, len(pairs))).round().astype(int))
-        rows += [(*pairs[place], number) for place in places.tolist()]
-    owners = np.array([owner for *_, owner in rows], np.int64)
-    return Paragraphs([row[0] for row in rows], [cut(row[1]) for row in rows], owners, len(documents))
+    def spread(documents: Sequence[list[Pair]]) -> Paragraphs:
+        rows: list[tuple[str, str, int]] = []
+        for number, pairs in enumerate(documents):
+            places = np.unique(np.linspace(0, len(pairs) - 1, min(_PER_DOCUMENT, len(pairs))).round().astype(int))
+            rows += [(*pairs[place], number) for place in places.tolist()]
+        owners = np.array([owner for *_, owner in rows], np.int64)
+        return Paragraphs([row[0] for row in rows], [cut(row[1]) for row in rows], owners, len(documents))
+
+    taken = {split: [_pairs(text) for text in documents] for split, documents in splits.items()}
+    kinds = [{split: _own([pairs[kind] for pairs in rows]) for split, rows in taken.items()} for kind in range(2)]
+    asked = min(sum(map(bool, documents)) for documents in kinds[0].values()) >= MIN_ROWS
+    return {split: spread(documents) for split, documents in kinds[0 if asked else 1].items()}
 
 
 def _own(documents: Sequence[list[Pair]]) -> list[list[Pair]]:

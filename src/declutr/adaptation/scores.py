@@ -56,10 +56,11 @@ class TestSet:
     paragraphs: Paragraphs = NO_PARAGRAPHS
     _embedded: dict[str, tuple[F32, ...]] = field(default_factory=dict)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the primary measure: different answers with pairs, else documents with distant passages."""
-        return len(set(self.pairs.answers[self.own].tolist())) if self.pairs else int(self.passages.scorable.sum())
+    def num_rows(self, measure: str) -> int:
+        """Rows that a measure may be judged by: answers of the pairs, or documents with such queries."""
+        if measure == PAIRS:
+            return len(set(self.pairs.answers[self.own].tolist())) if self.pairs else 0
+        return len(set(self.paragraphs.owners.tolist())) if measure == SENTENCES else int(self.passages.scorable.sum())
 
     @cached_property
     def digest(self) -> str:
@@ -168,23 +169,21 @@ Outcome = Literal["better", "no measurable difference", "worse", "too few docume
 _POINT = 0.01
 
 
-def choose(order: Sequence[str], development: dict[str, Values], primary: str, seed: int) -> str:
-    """The cheapest candidate that no dearer one measurably exceeds on development rows.
+def choose(order: Sequence[str], development: dict[str, Values], primary: str) -> str:
+    """The candidate with the highest score on development rows; of equal ones the cheapest.
 
     Args:
         order: candidates from the cheapest to the dearest.
         development: their values.
         primary: the measure that decides.
-        seed: of the intervals.
     """
-    for place, name in enumerate(order):
-        comparisons = [
-            compare(development[name][primary], development[other][primary], seed, STATISTICS[primary])
-            for other in order[place + 1 :]
-        ]
-        if not any(comparison.measurable and comparison.difference > 0 for comparison in comparisons):
-            break
-    return name  # of the last one none is dearer
+
+    def score(name: str) -> float:
+        values = development[name][primary]
+        # documents without a distant pair have no value
+        return STATISTICS[primary](values[~np.isnan(values).reshape(len(values), -1).any(axis=1)])
+
+    return max(order, key=score)  # max keeps the first
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,11 @@ def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
             spans.max_tokens > geometry.max_tokens,
             f"spans.max_tokens = {spans.max_tokens}: {prepared} {geometry.max_tokens}; {again}.max_tokens",
         ),
+        (
+            bool(spans.query_share) and spans.query_tokens[1] > spans.min_tokens,
+            f"spans.query_tokens = {list(spans.query_tokens)}: they must be at most spans.min_tokens = "
+            f"{spans.min_tokens}; lower them",
+        ),
         (  # fewer_anchors: the windows of a document decide
             spans.num_anchors > geometry.num_anchors and short_documents != "fewer_anchors",
             f"spans.num_anchors = {spans.num_anchors}: {prepared} {geometry.num_anchors}; {again}.num_anchors",

@@ -41,11 +41,13 @@ class Spans:
         anchors: `(n, A, 2)` starts and ends.
         positives: `(n, A, P, 2)` starts and ends.
         present: `(n, A)` true for anchors that exist: all, or the first few in short documents. Other spans are 0.
+        queries: `(n, A)` true for anchors that are as short as a query.
     """
 
     anchors: I64
     positives: I64
     present: NDArray[np.bool_]
+    queries: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Draws:
         anchor_starts: `(n, A)` uniforms.
         positive_lengths: `(n, A, P)` Beta(2, 4), or `positive_beta`.
         positive_starts: `(n, A, P)` uniforms.
+        kinds: `(n, A)` uniforms that choose the anchors that are queries; None: none is.
     """
 
     windows: F64
@@ -65,6 +68,7 @@ class Draws:
     anchor_starts: F64
     positive_lengths: F64
     positive_starts: F64
+    kinds: F64 | None = None
 
 
 def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose: str = "spans") -> Draws:
@@ -76,6 +80,10 @@ def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose:
     per_anchor = own + num_positives * per_positive
     drawn = seeding.words(seed, purpose, keys, epochs.astype(np.uint64), num_anchors * per_anchor)
     uniform = seeding.unit(drawn).reshape(num_documents, num_anchors, per_anchor)
+    kinds = None
+    if config.query_share:  # under a purpose of their own: other draws do not depend on the share
+        of_kinds = seeding.words(seed, f"{purpose}, kinds", keys, epochs.astype(np.uint64), num_anchors)
+        kinds = seeding.unit(of_kinds)
     positive = uniform[..., own:].reshape(num_documents, num_anchors, num_positives, per_positive)
     return Draws(
         windows=uniform[..., 0],
@@ -83,6 +91,7 @@ def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose:
         anchor_lengths=np.sort(uniform[..., 2:own], axis=-1)[..., anchor_rank - 1],
         positive_starts=positive[..., 0],
         positive_lengths=np.sort(positive[..., 1:], axis=-1)[..., positive_rank - 1],
+        kinds=kinds,
     )
 
 
@@ -111,7 +120,12 @@ def place(
     room = _rooms(config, windows, window_offsets, short_documents)[:, None]
     shortest, longest = config.min_tokens, np.minimum(room, config.max_tokens)
     chosen = _choose_windows(counts, draws.windows, windows, window_offsets)  # gaps of at least l_max, as released
-    length = _scale(draws.anchor_lengths, shortest, longest)
+    length, queries = _scale(draws.anchor_lengths, shortest, longest), np.zeros(chosen.shape, np.bool_)
+    if draws.kinds is not None:
+        queries = draws.kinds < config.query_share
+        least, most = config.query_tokens
+        # of the share's uniforms, each divided by the share is uniform again
+        length = np.where(queries, least + _pick(draws.kinds / config.query_share, most - least + 1), length)
     start = chosen + _pick(draws.anchor_starts, room - length + 1)  # an anchor never crosses its window's end
     end = start + length
 
@@ -141,11 +155,18 @@ def place(
         # ends included: it may only touch
         low, high = np.maximum(0, start_ - positive_length), np.minimum(end_, total - positive_length)
         positive = low + _pick(draws.positive_starts, high - low + 1)
+    if draws.kinds is not None:
+        limit = np.minimum(longest_, np.maximum(start_, total - end_))  # fits on one side at least
+        of_answer = _scale(draws.positive_lengths, np.minimum(shortest, limit), limit)
+        fits_behind = end_ + of_answer <= total
+        positive = np.where(queries[..., None], np.where(fits_behind, end_, start_ - of_answer), positive)
+        positive_length = np.where(queries[..., None], of_answer, positive_length)
     present = np.arange(config.num_anchors) < counts[:, None]
     return Spans(
         anchors=np.stack([start, end], axis=-1) * present[..., None],
         positives=np.stack([positive, positive + positive_length], axis=-1) * present[..., None, None],
         present=present,
+        queries=queries & present,
     )
 
 
@@ -203,12 +224,12 @@ def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: Shor
     return rooms
 
 
-def _scale(beta: F64, low: int, high: I64) -> I64:
+def _scale(beta: F64, low: int | I64, high: I64) -> I64:
     """int(Beta * (high - low) + low): with Beta below 1, `high` itself has probability 0, as in the released code."""
     return (beta * (high - low) + low).astype(np.int64)
 
 
-def _pick(uniform: F64, count: I64) -> I64:
+def _pick(uniform: F64, count: int | I64) -> I64:
     """Uniform integers below `count`."""
     return (uniform * count).astype(np.int64)
 

@@ -62,6 +62,7 @@ def place_distant(
         anchors=np.stack([anchor_start, anchor_start + anchor], axis=-1)[:, None],
         positives=np.stack([positive_start, positive_start + positive], axis=-1)[:, None, None],
         present=np.ones((len(num_tokens), 1), np.bool_),
+        queries=np.zeros((len(num_tokens), 1), np.bool_),
     )
     return spans, room >= distance
 
