@@ -24,7 +24,7 @@ from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.metrics.sts import StsValidator
 from declutr.trainer.model.behind import read_behind, read_prompts
-from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
 from declutr.trainer.model.language_model import (
@@ -82,7 +82,7 @@ def build_parts(
         UsageError: an objective cannot be built.
     """
     config = plan.config
-    tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest, config.encoder.prompt)
+    tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest, config.encoder)
     encoder = build_encoder(config, tokenizer).to(to).train()
     encoder.span_kernels = config.scaling.span_kernels
     device = next(encoder.parameters()).device
@@ -105,13 +105,15 @@ def build_parts(
     return Parts(tokenizer, encoder, tasks, collators)
 
 
-def load_tokenizer(folder: Path, manifest: Manifest | None = None, prompt: str | None = None) -> tuple[Any, Vocabulary]:
+def load_tokenizer(
+    folder: Path, manifest: Manifest | None = None, encoder: EncoderConfig | None = None
+) -> tuple[Any, Vocabulary]:
     """The tokenizer that made the shards of a folder, and its ids.
 
     Args:
         folder: the shards.
         manifest: the shards' manifest; None: it is read from the folder.
-        prompt: text before every span.
+        encoder: settings with the prompts before the spans; None: there are none.
 
     Raises:
         ShardError: the shards were made with another tokenizer.
@@ -119,7 +121,8 @@ def load_tokenizer(folder: Path, manifest: Manifest | None = None, prompt: str |
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
     if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
-    return tokenizer, vocabulary_of(tokenizer, prompt or "")
+    prompts = (encoder.prompt or "", encoder.query_prompt) if encoder else ()
+    return tokenizer, vocabulary_of(tokenizer, *prompts)
 
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:

@@ -407,8 +407,8 @@ def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(e
 def test_settings_of_the_file_are_those_of_an_adaptation():
     config = AdaptConfig(encoder="models/x", corpus=["-"], seed=7)
     assert config.prepare_config(Path("data")).geometry.max_tokens == WINDOW_TOKENS
-    train = config.train_config(Path("data"), Path("run"), 10, "cls", "passage: ")
-    assert train.encoder.prompt == "passage: "
+    train = config.train_config(Path("data"), Path("run"), 10, "cls", ("query: ", "passage: "))
+    assert (train.encoder.query_prompt, train.encoder.prompt) == ("query: ", "passage: ")
     assert (train.spans.strategy, train.objective.terms, train.optim.lr) == ("distant", "contrastive", 5e-5)
     assert (train.batch_documents, train.steps, train.epochs, train.seed) == (64, 10, None, 7)
     assert (train.export, train.validation.every_steps, train.encoder.pooling) == ("last", 0, "cls")

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import tinyruns as runs
-from messages import says
+from messages import all_of, says
 from tiny import VOCABULARY
 from tinyruns import problems
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
@@ -23,11 +23,11 @@ from declutr.trainer.model.language_model import vocabulary_of
 PROMPTS = {"query": "query: ", "passage": "passage: "}
 
 
-def packed(vocabulary):
+def packed(vocabulary, queries=None):
     tokens, masking = np.arange(4, 44, dtype=np.int64), (MaskingConfig(), slice(0, 2))
     sources, content, keys = np.array([0, 20]), np.array([20, 15]), np.array([7, 8], np.uint64)
     epochs, numbers = np.zeros(2, np.uint64), np.zeros(2, np.int64)
-    return pack_spans(tokens, sources, content, vocabulary, 0, keys, epochs, numbers, masking)
+    return pack_spans(tokens, sources, content, vocabulary, 0, keys, epochs, numbers, masking, queries=queries)
 
 
 def test_a_prompt_stands_behind_the_first_special_token_and_is_never_masked():
@@ -42,6 +42,19 @@ def test_a_prompt_stands_behind_the_first_special_token_and_is_never_masked():
     moved = [3, 6]  # tokens of prompts before the first and the second span's content
     first = int((plain.selected < plain.lengths[0]).sum())
     assert (spans.selected - plain.selected).tolist() == [moved[0]] * first + [moved[1]] * (len(plain.selected) - first)
+
+
+@pytest.mark.parametrize("own", [(), (60,), (60, 61, 62, 63)])
+def test_a_query_has_a_prompt_of_its_own(own):
+    prompted = dataclasses.replace(VOCABULARY, prompt=(50, 51, 52), query_prompt=own)
+    asked = np.array([False, True])
+    mixed, alike = packed(prompted, asked), packed(dataclasses.replace(prompted, query_prompt=None), asked)
+    first, second = (row.tolist() for row in mixed.input_ids.split(mixed.lengths.tolist()))
+    before, after = (row.tolist() for row in alike.input_ids.split(alike.lengths.tolist()))
+    assert first == before
+    assert second == [after[0], *own, *after[4:]]
+    assert mixed.input_ids[mixed.selected].equal(alike.input_ids[alike.selected]), "the same masks"
+    assert mixed.labels.equal(alike.labels)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +73,9 @@ def pretrained(data, tmp_path):
     return folder
 
 
-def given(data, tmp_path, encoder):
+def given(data, tmp_path, encoder, spans=None):
     values = runs.train_values(data, tmp_path / "run", batch_documents=16)
+    values["spans"] = {**values.get("spans", {}), **(spans or {})}
     return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
 
 
@@ -75,8 +89,21 @@ def test_declared_prompts_must_be_chosen_or_declined(data, tmp_path, pretrained)
     says(problem, "encoder.prompt leaves 0 of the encoder's 96 positions")
 
 
-def exported(data, tmp_path, pretrained, prompt):
-    config = given(data, tmp_path, {"pretrained": str(pretrained), "prompt": prompt})
+def test_a_prompt_of_queries_needs_queries_and_room_for_them(data, tmp_path, pretrained):
+    encoder = {"pretrained": str(pretrained), "prompt": "passage: ", "query_prompt": "query: "}
+    with pytest.raises(ValueError, match=all_of("encoder.query_prompt", "spans.query_share")):
+        given(data, tmp_path, encoder)
+    spans = {"query_share": 0.5, "query_tokens": [2, 8]}
+    assert problems(given(data, tmp_path, encoder, spans=spans)) == []
+    (problem,) = problems(given(data, tmp_path, encoder | {"query_prompt": "word " * 88}, spans=spans))
+    says(problem, "encoder.query_prompt leaves 6 of the encoder's 96", "query_tokens has 8")
+    (problem,) = problems(given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 90]}))
+    says(problem, "spans.query_tokens = [2, 90]", "spans.min_tokens")
+
+
+def exported(data, tmp_path, pretrained, prompt, **settings):
+    encoder = {"pretrained": str(pretrained), "prompt": prompt, **settings}
+    config = given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 8]})
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     write_encoder(build_encoder(config, tokenizer), tokenizer, tmp_path / "export")
     return tmp_path / "export"
@@ -88,6 +115,16 @@ def test_an_export_declares_the_prompts_of_its_start_and_of_its_training(data, t
     declared = json.loads((folder / "config_sentence_transformers.json").read_text())
     assert declared["prompts"].get(declared.get("default_prompt_name")) == default
     assert {key: text for key, text in declared["prompts"].items() if key != "default"} == PROMPTS
+
+
+def test_an_export_declares_both_prompts_of_its_training(data, tmp_path, pretrained):
+    folder = exported(data, tmp_path, pretrained, "text: ", query_prompt="asked: ")
+    declared = json.loads((folder / "config_sentence_transformers.json").read_text())
+    assert declared["prompts"] == {**PROMPTS, "query": "asked: ", "document": "text: "}
+    encoder = load_transformer(folder)
+    assert [encoder.in_role(role).prompt for role in ("query", "document")] == ["asked: ", "text: "]
+    same = exported(data, tmp_path / "same", pretrained, "passage: ", query_prompt="query: ")
+    assert json.loads((same / "config_sentence_transformers.json").read_text())["prompts"] == PROMPTS
 
 
 def test_passages_begin_as_a_text_with_its_prompt_does(data, tmp_path, pretrained):

@@ -105,6 +105,7 @@ def pack_spans(
     numbers: I64,
     masking: tuple[MaskingConfig, slice] | None = None,
     rates: NDArray[np.float64] | None = None,
+    queries: NDArray[np.bool_] | None = None,
 ) -> SpanBatch:
     """Packs S spans in one row, with their specials, masks and dropout keys.
 
@@ -120,8 +121,12 @@ def pack_spans(
             independently.
         masking: settings of masking, and the spans to be masked for MLM.
         rates: as of `SpanBatch`.
+        queries: `(S,)` true for spans that have the prompt of queries; None: none has it.
     """
-    lengths = content + vocabulary.num_specials
+    lengths, asked = content + vocabulary.num_specials, np.zeros(len(content), np.bool_)
+    if queries is not None and vocabulary.query_prompt is not None:
+        asked = queries
+        lengths = lengths + asked * (len(vocabulary.query_prompt) - len(vocabulary.prompt))
     ends = np.cumsum(lengths)
     starts, ids = ends - lengths, np.empty(int(lengths.sum()), np.int64)
     if vocabulary.bos is not None:
@@ -129,9 +134,10 @@ def pack_spans(
     if vocabulary.eos is not None:
         ids[ends - 1] = vocabulary.eos
     places = starts + (vocabulary.bos is not None)
-    for number in vocabulary.prompt:
-        ids[places] = number
-        places = places + 1
+    for prompt, prompted in (vocabulary.prompt, ~asked), (vocabulary.query_prompt or (), asked):
+        for number in prompt:
+            ids[places[prompted]] = number
+            places = places + prompted
     # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
     for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
         ids[start : start + size] = tokens[source : source + size]

@@ -31,6 +31,7 @@ class Vocabulary:
         mask: id of the mask token.
         special: every special id; never selected for MLM.
         prompt: ids before the content of every span, after `bos`; never selected either.
+        query_prompt: the same of a span that is a query; None: `prompt`.
     """
 
     size: int
@@ -39,6 +40,7 @@ class Vocabulary:
     mask: int
     special: tuple[int, ...]
     prompt: tuple[int, ...] = ()
+    query_prompt: tuple[int, ...] | None = None
 
     @property
     def num_specials(self) -> int:

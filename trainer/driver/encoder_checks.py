@@ -107,6 +107,13 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
         problems.append(
             f"encoder.prompt leaves {max(0, room)} of the encoder's {positions} positions for a span; use a shorter one"
         )
+    if encoder.query_prompt is not None:
+        left = positions - vocabulary_of(tokenizer, encoder.query_prompt).num_specials
+        if left < task.spans.query_tokens[1]:
+            problems.append(
+                f"encoder.query_prompt leaves {max(0, left)} of the encoder's {positions} positions for a query, and "
+                f"spans.query_tokens has {task.spans.query_tokens[1]}; use a shorter one"
+            )
     return problems or _weight_problems(plan, task, tokenizer)  # weights take seconds
 
 

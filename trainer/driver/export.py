@@ -143,18 +143,21 @@ def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tup
     if "add_pooling_layer" in signature(type(encoder.model.base_model)).parameters:
         # Without it, transformers would draw a pooler that nothing uses, and report its weights as missing.
         files["sentence_bert_config.json"]["model_args"] = {"add_pooling_layer": False}
-    files["config_sentence_transformers.json"] |= prompt_settings(encoder.prompts, encoder.config.prompt)
+    prompts = encoder.config.prompt, encoder.config.query_prompt
+    files["config_sentence_transformers.json"] |= prompt_settings(encoder.prompts, *prompts)
     for name, value in files.items():
         write_json(folder / name, value)
 
 
-def prompt_settings(prompts: dict[str, str], prompt: str | None) -> dict[str, Any]:
-    """Prompts of config_sentence_transformers.json: those that a start declared, and that of the training.
+def prompt_settings(prompts: dict[str, str], prompt: str | None, query_prompt: str | None = None) -> dict[str, Any]:
+    """Prompts of config_sentence_transformers.json: those that a start declared, and those of the training.
 
-    If they are not the same, that of the training goes before every text.
+    If they are not the same, that of the training goes before every text, or each before its role if it had two.
     """
-    if not prompt or prompt in prompts.values():
+    if {text for text in (prompt, query_prompt) if text} <= {*prompts.values()}:
         return {"prompts": prompts}
+    if query_prompt not in (None, prompt or ""):
+        return {"prompts": {**prompts, "query": query_prompt, "document": prompt or ""}}
     return {"prompts": {**prompts, "default": prompt}, "default_prompt_name": "default"}
 
 

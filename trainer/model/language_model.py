@@ -250,8 +250,13 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
     return model, LoadReport.of(model, info)
 
 
-def vocabulary_of(tokenizer: Any, prompt: str = "") -> Vocabulary:
-    """Reads the ids that the collator needs from a transformers tokenizer; `prompt` goes before every span.
+def vocabulary_of(tokenizer: Any, prompt: str = "", query_prompt: str | None = None) -> Vocabulary:
+    """Reads the ids that the collator needs from a transformers tokenizer.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: text before every span.
+        query_prompt: text before queries; None: `prompt`.
 
     Raises:
         ValueError: the tokenizer has no mask token.
@@ -261,7 +266,8 @@ def vocabulary_of(tokenizer: Any, prompt: str = "") -> Vocabulary:
     bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
     special = tuple(sorted(tokenizer.all_special_ids))
-    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, special, prompt_ids(tokenizer, prompt))
+    prompts = prompt_ids(tokenizer, prompt), None if query_prompt is None else prompt_ids(tokenizer, query_prompt)
+    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, special, *prompts)
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> tuple[int, ...]:

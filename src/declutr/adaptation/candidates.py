@@ -118,8 +118,8 @@ class CandidateBuilder:
             self.make(TRAINED, start, steps)
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
-            pooling = start.encoder.config.pooling
-            train(self.config.train_config(self.data, run, steps, pooling, document_prompt(start), self.address))
+            pooling, prompts = start.encoder.config.pooling, (start.in_role("query").prompt, document_prompt(start))
+            train(self.config.train_config(self.data, run, steps, pooling, prompts, self.address))
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)

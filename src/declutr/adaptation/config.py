@@ -108,22 +108,22 @@ class AdaptConfig(Strict):
         return PipelineConfig.model_validate(settings)
 
     def train_config(
-        self, data: Path, run: Path, steps: int, pooling: str, prompt: str, address: str | None = None
+        self, data: Path, run: Path, steps: int, pooling: str, prompts: tuple[str, str], address: str | None = None
     ) -> TrainConfig:
-        """The training: one anchor a document, and a positive far from it.
+        """The training: one anchor a document, with a positive far from it, or as short as a query, beside its answer.
 
         Args:
             data: the prepared corpus.
             run: folder of the run.
             steps: number of optimizer steps.
             pooling: of the encoder.
-            prompt: before every span.
+            prompts: before queries, and before all other spans.
             address: of a Ray cluster.
         """
         file = read_yaml_file(_SETTINGS)["train"]
         names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
         encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code}
-        encoder |= {"pooling": pooling, "prompt": prompt}
+        encoder |= {"pooling": pooling, "query_prompt": prompts[0], "prompt": prompts[1]}
         settings = {name: file[name] for name in names} | {
             "run": str(run),
             "data": str(data),

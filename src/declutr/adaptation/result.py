@@ -164,6 +164,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         layers=len(encoder.after) > 0,
         tags=("declutr",),
         prompt=encoder.in_role("document").prompt,
+        query_prompt=encoder.in_role("query").prompt,
     ).text()
 
 

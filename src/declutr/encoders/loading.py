@@ -145,7 +145,8 @@ def load_encoder(
         there = False
     if not there:
         raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
-    declared = prompt_settings(encoder.prompts, encoder.config.prompt)  # of a checkpoint, which has no such file
+    # of a checkpoint, which has no such file
+    declared = prompt_settings(encoder.prompts, encoder.config.prompt, encoder.config.query_prompt)
     prompts = recipe.prompts if recipe else declared["prompts"]
     prompt = recipe.prompt if recipe else prompts.get(declared.get("default_prompt_name", ""), "")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()

@@ -75,7 +75,7 @@ class StepReader:
         shards, settings = task.shards, task.settings
         self.tokenizer, vocabulary = None, _NO_TOKENS
         if shards.manifest.tokenizer is not None:
-            self.tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest, task.encoder.prompt)
+            self.tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest, task.encoder)
         room = _ANY_LENGTH
         if self.tokenizer is not None and settings.objective.text_tokens is None:
             room = _positions(task.encoder, self.tokenizer, run) - vocabulary.num_specials

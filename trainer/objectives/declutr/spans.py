@@ -304,4 +304,9 @@ class SpanCollator:
         kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
         masking = (config.masking, slice(len(anchors))) if config.mlm else None  # these anchors come first
         starts, numbers = offsets[document] + bounds[:, 0], number + (kinds << 16)  # copies drop independently
-        return pack_spans(tokens, starts, content, self.vocabulary, run.seed, keys, read_in, numbers, masking)
+        queries = np.zeros(len(bounds), np.bool_)
+        asked = np.tile(spans.queries[spans.present], 1 + config.unmasked_anchors)
+        queries[: len(asked)] = asked  # anchors and their copies come first
+        return pack_spans(
+            tokens, starts, content, self.vocabulary, run.seed, keys, read_in, numbers, masking, queries=queries
+        )
