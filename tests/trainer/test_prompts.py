@@ -93,17 +93,17 @@ def test_a_prompt_of_queries_needs_queries_and_room_for_them(data, tmp_path, pre
     encoder = {"pretrained": str(pretrained), "prompt": "passage: ", "query_prompt": "query: "}
     with pytest.raises(ValueError, match=all_of("encoder.query_prompt", "spans.query_share")):
         given(data, tmp_path, encoder)
-    spans = {"query_share": 0.5, "query_tokens": [2, 8]}
+    spans = {"query_share": 0.5, "query_tokens": [2, 4]}
     assert problems(given(data, tmp_path, encoder, spans=spans)) == []
-    (problem,) = problems(given(data, tmp_path, encoder | {"query_prompt": "word " * 88}, spans=spans))
-    says(problem, "encoder.query_prompt leaves 6 of the encoder's 96", "query_tokens has 8")
+    (problem,) = problems(given(data, tmp_path, encoder | {"query_prompt": "word " * 92}, spans=spans))
+    says(problem, "encoder.query_prompt leaves 1 of the encoder's 96", "query_tokens has 4")
     (problem,) = problems(given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 90]}))
     says(problem, "spans.query_tokens = [2, 90]", "spans.min_tokens")
 
 
 def exported(data, tmp_path, pretrained, prompt, **settings):
     encoder = {"pretrained": str(pretrained), "prompt": prompt, **settings}
-    config = given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 8]})
+    config = given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 4]})
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     write_encoder(build_encoder(config, tokenizer), tokenizer, tmp_path / "export")
     return tmp_path / "export"

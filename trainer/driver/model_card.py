@@ -70,7 +70,7 @@ class Card:
         layers: true if it has layers behind its pooling.
         tags: for a search on the hub.
         prompt: text before every text of the training.
-        query_prompt: text before queries instead.
+        query_prompt: text before queries; None: `prompt`.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Card:
     layers: bool
     tags: tuple[str, ...] = field(default=())
     prompt: str = ""
-    query_prompt: str = ""
+    query_prompt: str | None = None
 
     def text(self) -> str:
         """The file."""
@@ -94,7 +94,7 @@ class Card:
         elif self.base is not None:
             start, head = f"Start: {self.base}.", f"base_model: {self.base}\n"
         prompt = f"Every text of the training began with the prompt `{self.prompt}`.\n" if self.prompt else ""
-        if self.query_prompt != self.prompt:
+        if self.query_prompt not in (None, self.prompt):
             prompt = f"Queries of the training began with `{self.query_prompt}`, other texts with `{self.prompt}`.\n"
         alone = self.pooling == "mean_without_cls"
         by_hand = (
@@ -193,9 +193,7 @@ settings hash `{state.config_hash}`.{corpora}""",
         settings=config.model_dump(mode="json"),
         pooling=config.encoder.pooling,
         prompt=config.encoder.prompt or "",
-        query_prompt=(config.encoder.prompt or "")
-        if config.encoder.query_prompt is None
-        else config.encoder.query_prompt,
+        query_prompt=config.encoder.query_prompt,
         layers=layers,
         tags=(objective.kind,),
     ).text()
