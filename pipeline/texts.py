@@ -12,6 +12,7 @@ from itertools import groupby
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.readers.corpus import MIB, Document, Fields, ReadFailure, Record, Rejected, document_id, failed
 from declutr.pipeline.shards.content import (
+    ENTAILMENT,
     LABELS,
     NO_LABEL,
     TRIPLE_LABELS,
@@ -114,7 +115,7 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
     """The failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
 
     Args:
-        records: failures, and `Fields` of premise, hypothesis and label.
+        records: failures, and `Fields` of premise and hypothesis, with the label if there is one.
         required_labels: labels of which a premise must have a hypothesis each.
 
     Raises:
@@ -172,7 +173,9 @@ def _pair(record: Record) -> tuple[str, str, int] | Record:
         return record
     if not record.values:
         return _rejected(("",), record.source, record.offset, EMPTY)
-    label = _PLACES.get(str(record.values[-1]).strip().lower())  # a number in Parquet and JSON
+    label: int | None = ENTAILMENT
+    if len(record.values) > 2:
+        label = _PLACES.get(str(record.values[-1]).strip().lower())  # a number in Parquet and JSON
     if label is None:
         choices = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
         value = repr(record.values[-1])

@@ -196,10 +196,11 @@ class TrainConfig(Strict):
             )
         if self.optim.lr == 0:
             problems.append("optim.lr = 0: the run would learn nothing; set it above 0")
-        if self.encoder.query_prompt is not None and not self.spans.query_share:
+        asked = any(task.spans.query_share or task.objective.asks for task in self.tasks().values())
+        if self.encoder.query_prompt is not None and not asked:
             problems.append(
-                "encoder.query_prompt has no effect with spans.query_share = 0: no span is a query; remove it, or set "
-                "the share"
+                "encoder.query_prompt has no effect with spans.query_share = 0 and without pairs: nothing is a query; "
+                "remove it, or set the share"
             )
         if self.task_schedule == "alternating" and not self.auxiliary_tasks:
             problems.append(

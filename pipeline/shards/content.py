@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from declutr.common.config import Strict
 
@@ -65,7 +65,7 @@ class SentencesContent(Strict):
 
 
 class PairsContent(Strict):
-    """Premises with labelled hypotheses, from JSONL, CSV, TSV or Parquet.
+    """Premises with labelled hypotheses, or queries with their texts, from JSONL, CSV, TSV or Parquet.
 
     The pairs of a file that have the same premise make one row. They are held in memory, so a file has at most 1 GiB.
     """
@@ -75,10 +75,17 @@ class PairsContent(Strict):
     """Key or column of the premise. SNLI's and MNLI's own files: sentence1, sentence2, gold_label."""
     hypothesis: str = "hypothesis"
     """Key or column of the hypothesis."""
-    label: str = "label"
-    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped."""
+    label: str | None = "label"
+    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped.
+    null: there is none, and each pair counts as an entailment, such as a query and its answer."""
     required_labels: list[Label] = Field(default_factory=list)
     """Drop premises without a hypothesis of every listed label: [entailment, contradiction] for supervised SimCSE."""
+
+    @model_validator(mode="after")
+    def _labelled(self) -> "PairsContent":
+        if self.label is None and self.required_labels:
+            raise ValueError("required_labels has no effect with label = null; remove one of them")
+        return self
 
 
 class TriplesContent(Strict):
@@ -183,7 +190,8 @@ def keys_of(content: "AnyContent") -> dict[str, str]:
         "pairs": ("premise", "hypothesis", "label"),
         "triples": ("premise", "entailment", "contradiction"),
     }
-    return {f"content.{name}": getattr(content, name) for name in names.get(content.kind, ())}
+    keys = {f"content.{name}": getattr(content, name) for name in names.get(content.kind, ())}
+    return {setting: key for setting, key in keys.items() if key is not None}
 
 
 AnyContent = Annotated[

@@ -255,7 +255,7 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
     encoder, tmp_path, documents, queries, monkeypatch, caplog
 ):
     pairs = write_pairs(tmp_path / "pairs.jsonl", queries)
-    halves = [len(read_test(pairs).half(which, 1).queries) for which in ("development", "test")]
+    halves = [len(read_test(pairs).part(which, 1).queries) for which in ("development", "test")]
     assert halves[1] >= 100
     assert (halves[0] >= 100) == (documents < 64)
     texts = corpus(tmp_path / "documents.jsonl", documents)
@@ -277,6 +277,26 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
     assert edited.looks == 2, "the test is another one in the same folder"
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+def test_a_third_of_the_pairs_is_trained_on_and_no_query_of_the_others(encoder, tmp_path):
+    file, output = write_pairs(tmp_path / "pairs.jsonl", 400), tmp_path / "adapted"
+    result = adapt(
+        encoder, corpus(tmp_path / "documents.jsonl", 150), output, pairs=str(file), train_on_pairs=True, steps=20
+    )
+    pairs, queries = read_test(file), {}
+    for part in ("development", "test", "train"):
+        queries[part] = {pairs.queries[place] for place in pairs.places(part, 0, train=True)}
+    trained = [json.loads(line) for line in (output / "pairs.jsonl").read_text().splitlines()]
+    assert {pair["query"] for pair in trained} == queries["train"]
+    assert load_manifest(output / "pairs").totals["kept_train"] == len(queries["train"])
+    assert result.verdict.comparison.rows == pairs.part("test", 0, train=True).num_answers
+    assert [row.name for row in result.rows if row.kind == "candidate"] == list(ORDER)
+    lines = (output / "candidates" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum("pairs_contrastive" in json.loads(line) for line in lines) == 20
+
+
 @dataclasses.dataclass(frozen=True)
 class Counting(TransformerEncoder):
     """Remembers how many texts were cut into windows."""
@@ -294,7 +314,7 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
     pairs = read_test(write_pairs(tmp_path / "pairs.jsonl", 120))
     none, recalls = make_passages([], start.tokenizer), {}
     for split in ("development", "test"):
-        half = pairs.half(split, 0)
+        half = pairs.part(split, 0)
         test = adaptation_scores.TestSet(none, pairs, pairs.places(split, 0), recalls)
         lexicon = Lexicon(half.texts)
         alone, with_idf = (grouped(row.values[:, 0], row.answers) for row in score_encoder(half, start, lexicon))
@@ -328,6 +348,8 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     corpus(tmp_path / "tiny.jsonl", 30, words=20)
     for start, output, settings, words in (
         (encoder, "out", {"pairs": pairs}, ("--pairs", "different answers are left", "100", "240")),
+        (encoder, "out", {"pairs": pairs, "train_on_pairs": True}, ("--pairs", "370")),
+        (encoder, "out", {"train_on_pairs": True}, ("--train-on-pairs", "--pairs FILE")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("40 tokens", "64")),

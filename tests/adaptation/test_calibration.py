@@ -132,7 +132,7 @@ class Planted(_Adaptation):
 
 
 def test_the_choice_reads_development_rows_alone_and_the_verdict_test_rows_alone(monkeypatch):
-    monkeypatch.setattr("declutr.adaptation.job._examples", lambda *_: [])
+    monkeypatch.setattr("declutr.adaptation.job.search_examples", lambda *_: [])
     monkeypatch.setattr(scores.TestSet, "digest", "digest")
     state = SimpleNamespace(look=lambda _: 1, steps=1, seconds_left=0)
     adaptation = Planted(SimpleNamespace(seed=0, private=False), None, None, state, "start", None)

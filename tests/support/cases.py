@@ -1,6 +1,6 @@
 """Objectives over made-up rows, alone or as tasks of one run, and their train steps on any worker."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from tiny import HALF, OBJECTIVES, SHORT_LENGTHS, VOCABULARY, documents, tiny_en
 from declutr.trainer.build import used_parameters
 from declutr.trainer.data.batches import RankBatch, collated
 from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
@@ -42,6 +43,8 @@ class Source:
         mode: treatment of short documents.
         frontend: settings of the patches of images and sounds.
         shape: values of a patch, patches of a clip, and mean and deviation of values.
+        spans: lengths and numbers of spans.
+        vocabulary: ids of the tokenizer.
     """
 
     config: ObjectiveConfig
@@ -49,6 +52,8 @@ class Source:
     mode: Any = "drop"
     frontend: FrontendConfig | None = None
     shape: tuple[int, int, tuple[float, float]] = (0, 0, (0.0, 1.0))
+    spans: SpanConfig = _SPANS
+    vocabulary: Vocabulary = VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ PAIRS = text_rows(
         [(2, -1), (5, 0), (7, 2)],
     ]
 )
+ASKING = {"vocabulary": replace(VOCABULARY, prompt=(40,), query_prompt=(41, 42))}
 _SIZES = {"sizes": [4, "all", 9], "weights": [0.5, 1.0, 2.0]}
 _COPIES = {"mlm_loss_weight": 0.1, "masking": HALF, "temperature": 0.2}
 TEXTS = {
@@ -83,6 +89,7 @@ TEXTS = {
     "simcse with mlm": Source(SimcseConfig(**_COPIES), SENTENCES),
     "simcse with mlm on all copies": Source(SimcseConfig(supervised=True, mlm_copies="all", **_COPIES), PAIRS),
     "simcse supervised": Source(SimcseConfig(supervised=True, temperature=0.2, hard_negative_weight=0.7), PAIRS),
+    "simcse of pairs": Source(SimcseConfig(supervised=True, hard_negatives=False, temperature=0.2), PAIRS, **ASKING),
     "scd": Source(ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
     "scd, attention apart": Source(ScdConfig(projector=[6], attention_dropout_rates=(0.2, 0.0)), SENTENCES),
     "scl": Source(SclConfig(contrastive_weight=0.4), PAIRS),
@@ -123,6 +130,13 @@ def of_documents(objective: str, mode: Any = "drop", number: int = 5) -> Case:
     return Case({"": Source(DeclutrConfig(**OBJECTIVES[objective]), rows, mode)}, encoder=PROJECTION)
 
 
+def of_queries(mode: Any = "drop") -> Case:
+    """DeCLUTR, half of whose anchors are queries with a prompt of their own."""
+    spans = _SPANS.model_copy(update={"query_share": 0.5, "query_tokens": (1, 3)})
+    rows = documents(SHORT_LENGTHS.get(mode, LENGTHS), 12, mode=mode)
+    return Case({"": Source(DeclutrConfig(**OBJECTIVES["both"]), rows, mode, spans=spans, **ASKING)})
+
+
 def of_tasks(*names: str, joint: bool) -> Case:
     """SimCSE with auxiliary tasks."""
     main = Source(SimcseConfig(), sentences([5, 12, 9, 7, 3]))
@@ -135,6 +149,8 @@ CASES = {
     "image, joint": of_tasks("image", joint=True),
     "audio and image, alternating": of_tasks("audio", "image", joint=False),
     "texts and audio, joint": of_tasks("more", "audio", joint=True),
+    "declutr, queries": of_queries(),
+    **{f"declutr, queries, {mode}": of_queries(mode) for mode in SHORT_LENGTHS},
     **{f"declutr, {name}": of_documents(name) for name in OBJECTIVES},
     **{f"declutr, {name}, {mode}": of_documents(name, mode) for name in OBJECTIVES for mode in SHORT_LENGTHS},
     # with 3 workers one has no document
@@ -147,7 +163,7 @@ def task_of(
     encoder: Encoder, name: str, source: Source, comm: Communicator | None = None, **settings: Any
 ) -> TrainTask:
     """The task of a source; `settings` are its own."""
-    context = RunContext(len(name), _SPANS, len(source.rows), source.mode, source.frontend)
+    context = RunContext(len(name), source.spans, len(source.rows), source.mode, source.frontend)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3 + len(name))
         objective = implementation_of(source.config)(source.config, context, encoder.embedding_size).double().train()
@@ -212,14 +228,14 @@ def train_steps_of(
     return train_steps
 
 
-def collator_of(task: TrainTask) -> Any:
+def collator_of(task: TrainTask, vocabulary: Vocabulary = VOCABULARY) -> Any:
     """The collator of a task; spans of documents end at 10 tokens, texts at 30."""
-    return task.objective.collator(VOCABULARY, 10 if isinstance(task.objective, Declutr) else 30)
+    return task.objective.collator(vocabulary, 10 if isinstance(task.objective, Declutr) else 30)
 
 
 def rows_of(task: TrainTask, source: Source, start: int, end: int, epoch: int) -> pa.Table:
     """Rows of a source as the task's collator gets them."""
-    epochs, fetch = np.full(end - start, epoch), getattr(collator_of(task), "fetch", None)
+    epochs, fetch = np.full(end - start, epoch), getattr(collator_of(task, source.vocabulary), "fetch", None)
     return fetched(Rows(source.rows), np.arange(start, end), epochs, fetch)
 
 
@@ -230,5 +246,7 @@ def batch_of(case: Case, train_steps: list[TrainStep], epoch: int = 1, unit: int
         source, total = case.sources[task.name], len(case.sources[task.name].rows)
         start, end = Plan(0, total, total, unit).slice(task.comm.rank, task.comm.size)
         rows = rows_of(task, source, start, end, epoch)
-        batch[task.name] = collated(collator_of(task), rows, np.full(end - start, epoch), start, unit)
+        batch[task.name] = collated(
+            collator_of(task, source.vocabulary), rows, np.full(end - start, epoch), start, unit
+        )
     return batch

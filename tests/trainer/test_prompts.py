@@ -95,8 +95,8 @@ def test_a_prompt_of_queries_needs_queries_and_room_for_them(data, tmp_path, pre
         given(data, tmp_path, encoder)
     spans = {"query_share": 0.5, "query_tokens": [2, 4]}
     assert problems(given(data, tmp_path, encoder, spans=spans)) == []
-    (problem,) = problems(given(data, tmp_path, encoder | {"query_prompt": "word " * 92}, spans=spans))
-    says(problem, "encoder.query_prompt leaves 1 of the encoder's 96", "spans.query_tokens has 4")
+    (problem,) = problems(given(data, tmp_path, encoder | {"query_prompt": "word " * 95}, spans=spans))
+    says(problem, "encoder.query_prompt leaves 0 of the encoder's 96")
     (problem,) = problems(given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 90]}))
     says(problem, "spans.query_tokens = [2, 90]", "spans.min_tokens")
 

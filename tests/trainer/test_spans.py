@@ -200,6 +200,13 @@ def test_queries_have_their_share_and_leave_the_other_spans_as_they_are():
     assert (sizes.min(), sizes.max()) == (4, 16)
 
 
+def test_lengths_of_queries_without_queries_are_refused_and_a_whole_section_is_not():
+    assert SpanConfig.model_validate(SpanConfig().model_dump(mode="json")) == SpanConfig()
+    for wrong in ({"query_tokens": [2, 8]}, {"query_share": 0.5, "query_tokens": [8, 2]}):
+        with pytest.raises(ValueError, match="query_tokens"):
+            SpanConfig.model_validate(wrong)
+
+
 def test_short_spans_come_from_the_whole_window():
     config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=16)
     keys = np.arange(2000, dtype=np.uint64)

@@ -123,10 +123,11 @@ def pack_spans(
         rates: as of `SpanBatch`.
         queries: `(S,)` true for spans that have the prompt of queries; None: none has it.
     """
-    lengths, asked = content + vocabulary.num_specials, np.zeros(len(content), np.bool_)
+    asked, own = np.zeros(len(content), np.bool_), vocabulary.query_prompt or ()
     if queries is not None and vocabulary.query_prompt is not None:
         asked = queries
-        lengths = lengths + asked * (len(vocabulary.query_prompt) - len(vocabulary.prompt))
+    lengths = content + (vocabulary.bos is not None) + (vocabulary.eos is not None)
+    lengths += np.where(asked, len(own), len(vocabulary.prompt))
     ends = np.cumsum(lengths)
     starts, ids = ends - lengths, np.empty(int(lengths.sum()), np.int64)
     if vocabulary.bos is not None:
@@ -134,7 +135,7 @@ def pack_spans(
     if vocabulary.eos is not None:
         ids[ends - 1] = vocabulary.eos
     places = starts + (vocabulary.bos is not None)
-    for prompt, prompted in (vocabulary.prompt, ~asked), (vocabulary.query_prompt or (), asked):
+    for prompt, prompted in (vocabulary.prompt, ~asked), (own, asked):
         for number in prompt:
             ids[places[prompted]] = number
             places = places + prompted

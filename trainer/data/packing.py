@@ -44,8 +44,8 @@ class Vocabulary:
 
     @property
     def num_specials(self) -> int:
-        """Number of tokens around a span: special ones, and those of a prompt."""
-        return (self.bos is not None) + (self.eos is not None) + len(self.prompt)
+        """Most tokens around a span: special ones, and those of a prompt."""
+        return (self.bos is not None) + (self.eos is not None) + max(len(self.prompt), len(self.query_prompt or ()))
 
 
 def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:

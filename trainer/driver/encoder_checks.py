@@ -103,17 +103,12 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if (room := positions - vocabulary_of(tokenizer, encoder.prompt or "").num_specials) < 1:
+    if (room := positions - vocabulary_of(tokenizer, encoder.prompt or "", encoder.query_prompt).num_specials) < 1:
+        longest = max(("prompt", "query_prompt"), key=lambda name: len(getattr(encoder, name) or ""))
         problems.append(
-            f"encoder.prompt leaves {max(0, room)} of the encoder's {positions} positions for a span; use a shorter one"
+            f"encoder.{longest} leaves {max(0, room)} of the encoder's {positions} positions for a span; use a shorter "
+            "one"
         )
-    if encoder.query_prompt is not None:
-        left = positions - vocabulary_of(tokenizer, encoder.query_prompt).num_specials
-        if left < task.spans.query_tokens[1]:
-            problems.append(
-                f"encoder.query_prompt leaves {max(0, left)} of the encoder's {positions} positions for a query, and "
-                f"spans.query_tokens has {task.spans.query_tokens[1]}; use a shorter one"
-            )
     return problems or _weight_problems(plan, task, tokenizer)  # weights take seconds
 
 

@@ -74,7 +74,8 @@ class EncoderConfig(Strict):
     """Text before every span, which is read and pooled but not predicted, for an encoder that wants one, such as
     `passage:`. null: none; a pretrained encoder that declares prompts for queries or documents is refused then."""
     query_prompt: str | None = Field(default=None, max_length=16_384)
-    """As `prompt`, before anchors that are queries (`spans.query_share`). null: `prompt`, there too."""
+    """As `prompt`, before anchors that are queries (`spans.query_share`) and before premises of supervised SimCSE.
+    null: `prompt`, there too."""
     layout: Literal["packed", "padded"] = "packed"
     """packed: no padding, attention within spans only; encoders for which this is not proved equal use padded. padded:
     always pad."""

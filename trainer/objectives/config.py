@@ -52,7 +52,8 @@ class SpanConfig(Strict):
             )
         if self.query_tokens[0] > self.query_tokens[1]:
             raise ValueError(f"query_tokens = {list(self.query_tokens)}: the first must be at most the second")
-        if self.query_share == 0 and "query_tokens" in self.model_fields_set:
+        default = type(self).model_fields["query_tokens"].default  # a plan that workers get sets every field
+        if self.query_share == 0 and self.query_tokens != default:
             raise ValueError("query_tokens has no effect with query_share = 0; set query_share, or remove it")
         both_set = {"min_tokens", "max_tokens"} <= self.model_fields_set  # an unset one comes from the shards
         if both_set and self.min_tokens > self.max_tokens:
@@ -205,6 +206,11 @@ class ObjectiveConfig(Strict):
     def text_tokens(self) -> int | None:
         """`max_tokens` of an objective over texts, specials included; None if `spans.max_tokens` is the limit."""
         return None
+
+    @property
+    def asks(self) -> bool:
+        """True if the first text of a row is a query for the others, so that it has `encoder.query_prompt`."""
+        return False
 
     @property
     def learns(self) -> str:

@@ -143,7 +143,8 @@ class Simcse(TextObjective[SimcseConfig]):
 
     def __init__(self, config: SimcseConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
-        self.num_views = 3 if config.supervised else 2
+        self.labels = (ENTAILMENT, CONTRADICTION)[: 1 + config.hard_negatives] if config.supervised else ()
+        self.num_views = 1 + max(1, len(self.labels))
         self.head: nn.Module = nn.Identity()
         if config.head:
             self.head = Dense(nn.Linear(embedding_size, embedding_size), nn.Tanh())  # the released MLP pooler
@@ -152,7 +153,7 @@ class Simcse(TextObjective[SimcseConfig]):
         """The views of each row one after the other, and behind them all masked copies."""
         config, count = self.config, len(texts.first)
         if config.supervised:
-            hypotheses = [draw_labelled(texts, label, self.run.seed, epochs) for label in (ENTAILMENT, CONTRADICTION)]
+            hypotheses = [draw_labelled(texts, label, self.run.seed, epochs) for label in self.labels]
             views = np.stack([texts.first, *hypotheses], axis=1)
         else:
             views = np.stack([texts.first, texts.first], axis=1)
@@ -167,7 +168,8 @@ class Simcse(TextObjective[SimcseConfig]):
             copied = views if config.mlm_copies == "all" else views[:, :1]
             chosen = np.concatenate([chosen, copied.reshape(-1)])
             numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), count)])
-        spans = collator.pack(texts, chosen, numbers, epochs, masking=masking)
+        queries = np.isin(chosen, texts.first) if config.asks else None
+        spans = collator.pack(texts, chosen, numbers, epochs, masking=masking, queries=queries)
         return RankBatch(spans, count, count, views=places)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.content import ContentKind, PairsContent
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.trainer.data.packing import MaskingConfig
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
@@ -48,6 +48,9 @@ class SimcseConfig(TextObjectiveConfig):
     supervised: bool = False
     """false: two forwards of a sentence with different dropout (content sentences). true: a premise, an entailed and
     a contradicting hypothesis (content triples, or pairs with `required_labels: [entailment, contradiction]`)."""
+    hard_negatives: bool = True
+    """false, supervised only: without the contradicting hypothesis, so that pairs need none, such as queries with
+    their texts; the queries have `encoder.query_prompt`."""
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     hard_negative_weight: float = 0.0
@@ -71,6 +74,10 @@ class SimcseConfig(TextObjectiveConfig):
                 f"hard_negative_weight = {self.hard_negative_weight} needs supervised = true: without hypotheses "
                 "no row has a hard negative"
             )
+        if not self.hard_negatives and not self.supervised:
+            raise ValueError("hard_negatives = false needs supervised = true: without hypotheses there is none")
+        if self.hard_negative_weight and not self.hard_negatives:
+            raise ValueError(f"hard_negative_weight = {self.hard_negative_weight} needs hard_negatives = true")
         if self.equal_views and self.supervised:
             raise ValueError("equal_views = true needs supervised = false: hypotheses are other texts")
         return self
@@ -78,7 +85,13 @@ class SimcseConfig(TextObjectiveConfig):
     @property
     def learns(self) -> str:
         """Supervision by hypotheses, or none."""
-        return "with entailed and contradicting hypotheses" if self.supervised else "without labels"
+        hypotheses = "entailed and contradicting" if self.hard_negatives else "entailed"
+        return f"with {hypotheses} hypotheses" if self.supervised else "without labels"
+
+    @property
+    def asks(self) -> bool:
+        """True with hypotheses: a premise searches them."""
+        return self.supervised
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -123,10 +136,13 @@ class SimcseConfig(TextObjectiveConfig):
                 f"objective.supervised = {value}: the shards hold {kind}; set it to {other}, or prepare {kinds} "
                 f"(content.kind={kinds})"
             ]
-        if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "required_labels", ())):
+        needs = _NEEDS if self.hard_negatives else _NEEDS[:1]
+        content = manifest.content
+        of_label = isinstance(content, PairsContent) and (self.hard_negatives or content.label is not None)
+        if of_label and not set(needs) <= {*getattr(content, "required_labels", ())}:
             return [
-                "objective.supervised = true: some premises of the shards may lack an entailment or a contradiction; "
-                f"prepare again with content.required_labels=[{', '.join(_NEEDS)}]"
+                f"objective.supervised = true: some premises of the shards may lack an {' or a '.join(needs)}; "
+                f"prepare again with content.required_labels=[{', '.join(needs)}]"
             ]
         return []
 

@@ -93,6 +93,7 @@ class TextCollator:
         epochs: I64,
         rates: NDArray[np.float64] | None = None,
         masking: tuple[MaskingConfig, slice] | None = None,
+        queries: NDArray[np.bool_] | None = None,
     ) -> SpanBatch:
         """The chosen texts, in this order.
 
@@ -103,12 +104,13 @@ class TextCollator:
             epochs: `(n,)` epoch in which each row is read.
             rates: as of `pack_spans`.
             masking: likewise.
+            queries: likewise.
         """
         content = np.minimum(texts.sizes[chosen], self.max_content)  # the papers cut at 32 tokens with specials
         rows = texts.rows[chosen]
         owners = texts.keys[rows], epochs[rows].astype(np.uint64), numbers
         starts, seed = texts.starts[chosen], self.objective.run.seed
-        return pack_spans(texts.tokens, starts, content, self.vocabulary, seed, *owners, masking, rates)
+        return pack_spans(texts.tokens, starts, content, self.vocabulary, seed, *owners, masking, rates, queries)
 
 
 def text_keys(texts: Texts, chosen: I64) -> I64:
@@ -169,10 +171,11 @@ class TextValidator:
         having, places = np.unique(texts.rows[entailed], return_index=True)  # the first entailed one of each row
         chosen = np.concatenate([texts.first, entailed[places]])
         epochs, numbers = np.zeros(len(texts.first), np.int64), np.zeros(len(chosen), np.int64)
+        queries = np.isin(chosen, texts.first) & objective.config.asks
         embeddings = embed_together(
             encoder,
             len(chosen),
-            lambda part: self.collator.pack(texts, chosen[part], numbers[part], epochs),
+            lambda part: self.collator.pack(texts, chosen[part], numbers[part], epochs, queries=queries[part]),
             objective.exported(),
             self.held_out.comm,
             self.held_out.device,

@@ -8,6 +8,7 @@ others are a training, and the closed form after it.
 Legend: S spans, D embedding size.
 """
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,15 +18,24 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig
+from declutr.adaptation.config import (
+    BATCH_DOCUMENTS,
+    PAIRS_DATA,
+    PAIRS_FILE,
+    PASSAGE_TOKENS,
+    WINDOW_TOKENS,
+    AdaptConfig,
+)
 from declutr.adaptation.passages import Passages
 from declutr.adaptation.scores import DISTANT, Values
 from declutr.common.console.logs import bar
 from declutr.common.errors import EncoderError, UsageError
-from declutr.common.storage import atomic_folder
+from declutr.common.storage import atomic_folder, write_text
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import CutEncoder, unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.data.packing import Vocabulary
@@ -88,6 +98,21 @@ def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -
     return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
 
 
+def prepared_pairs(
+    config: AdaptConfig, pairs: RetrievalTest, output: Path, address: str | None
+) -> tuple[Path, int] | None:
+    """Shards of the third of the pairs that is trained on, and their number of rows; None if none is."""
+    if not config.train_on_pairs:
+        return None
+    train = pairs.part("train", config.seed, train=True)
+    rows = zip(train.queries, train.relevant, strict=True)
+    lines = [json.dumps({"query": query, "text": train.texts[text]}) for query, texts in rows for text in texts]
+    file, folder = output / PAIRS_FILE, output / PAIRS_DATA
+    write_text(file, "\n".join(lines) + "\n")
+    manifest = prepare(config.prepare_pairs_config(file, folder, address))
+    return folder, manifest.totals["kept_train"]
+
+
 @dataclass(frozen=True)
 class CandidateBuilder:
     """Makes candidates in a folder; what exists there is kept."""
@@ -100,6 +125,8 @@ class CandidateBuilder:
     """Folder for the candidates."""
     address: str | None = None
     """Address of a Ray cluster."""
+    pairs: tuple[Path, int] | None = None
+    """Shards of the pairs that are trained on, and their number of rows."""
 
     def place(self, name: str) -> Path:
         """Folder of a candidate."""
@@ -119,7 +146,8 @@ class CandidateBuilder:
         run = self.folder / "run"
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
             pooling, prompts = start.encoder.config.pooling, (start.in_role("query").prompt, document_prompt(start))
-            train(self.config.train_config(self.data, run, steps, pooling, prompts, self.address))
+            config = self.config.train_config(self.data, run, steps, pooling, prompts, self.address, self.pairs)
+            train(config)
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)

@@ -26,7 +26,7 @@ from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import write_text
 from declutr.common.yamlfile import read_yaml_file
 from declutr.encoders.protocol import missing, no_encoder
-from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
+from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_test
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.units import plan_units, read_unit
@@ -64,6 +64,8 @@ class AdaptConfig(Strict):
     """Column or columns with the text of a document."""
     pairs: str | None = None
     """File with the user's own queries and answers (`declutr evaluate --pairs`); it becomes the primary measure."""
+    train_on_pairs: bool = False
+    """Train on a third of the pairs, too; the others choose and judge."""
     stsb: str | None = None
     """Folder of STS-B with sts-test.csv, to measure what was lost in general."""
     minutes: float = Field(default=30, gt=0, le=10_000)
@@ -107,8 +109,28 @@ class AdaptConfig(Strict):
         }
         return PipelineConfig.model_validate(settings)
 
+    def prepare_pairs_config(self, pairs: Path, output: Path, address: str | None = None) -> PipelineConfig:
+        """The preparation of the pairs that are trained on, with the encoder's tokenizer."""
+        settings = {
+            "output": str(output),
+            "corpus": {"kind": "files", "paths": [str(pairs)]},
+            "content": {"kind": "pairs", "premise": "query", "hypothesis": "text", "label": None},
+            "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
+            "validation_fraction": 0,
+            "session": {"address": address},
+            "seed": self.seed,
+        }
+        return PipelineConfig.model_validate(settings)
+
     def train_config(
-        self, data: Path, run: Path, steps: int, pooling: str, prompts: tuple[str, str], address: str | None = None
+        self,
+        data: Path,
+        run: Path,
+        steps: int,
+        pooling: str,
+        prompts: tuple[str, str],
+        address: str | None = None,
+        pairs: tuple[Path, int] | None = None,
     ) -> TrainConfig:
         """The training: one anchor a document, with a positive far from it, or as short as a query, beside its answer.
 
@@ -119,6 +141,7 @@ class AdaptConfig(Strict):
             pooling: of the encoder.
             prompts: before queries, and before all other spans.
             address: of a Ray cluster.
+            pairs: shards of the user's pairs and their number of rows, which each step trains on, too.
         """
         file = read_yaml_file(_SETTINGS)["train"]
         names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
@@ -133,6 +156,13 @@ class AdaptConfig(Strict):
             "validation": {"every_steps": 0},  # candidates are scored by passages, and the last weights are one
             "scaling": {"num_workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
         }
+        if pairs is not None:
+            temperature = file["objective"]["loss"]["temperature"]
+            objective = {"kind": "simcse", "supervised": True, "hard_negatives": False, "head": False}
+            objective |= {"temperature": temperature, "max_tokens": WINDOW_TOKENS}
+            rows = min(BATCH_DOCUMENTS, pairs[1])
+            task = {"data": str(pairs[0]), "objective": objective, "batch_documents": rows}
+            settings |= {"auxiliary_tasks": {"pairs": task}, "task_schedule": "joint"}
         return TrainConfig.model_validate(settings)
 
 
@@ -217,10 +247,12 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
 
 
 ENCODER, REPORT = "encoder", "report.html"
-_OWN = {"data", "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
+PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
+"""Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
+_OWN = {"data", PAIRS_FILE, PAIRS_DATA, "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
 """Names that an adaptation writes to its folder, beside its state."""
-_ANSWERS = 240
-"""Different answers of which both halves have 100 in 99% of the draws."""
+_ANSWERS = {2: 240, 3: 370}
+"""Different answers of which each half, or each third, has 100 in 99% of the draws."""
 _MOST_READ = 1000
 """Documents whose lengths are looked at before a preparation."""
 _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
@@ -327,14 +359,19 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Retrieva
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
-            if (reporting := pairs.half("test", config.seed).num_answers) < MIN_ROWS:
+            parts: tuple[Part, ...] = ("test", "development", "train") if config.train_on_pairs else ("test",)
+            counts = {part: pairs.part(part, config.seed, config.train_on_pairs).num_answers for part in parts}
+            if few := {part: count for part, count in counts.items() if count < MIN_ROWS}:
+                part, reporting = next(iter(few.items()))
                 problems.append(
-                    f"--pairs {config.pairs}: {reporting} different answers are left for the test, which needs "
-                    f"{MIN_ROWS}, and queries with an answer in common count once; give queries of {_ANSWERS} answers "
-                    "or more, or none to use passages of the documents"
+                    f"--pairs {config.pairs}: {reporting} different answers are left for the {part}, which needs "
+                    f"{MIN_ROWS}, and queries with an answer in common count once; give queries of "
+                    f"{_ANSWERS[2 + config.train_on_pairs]} answers or more, or none to use passages of the documents"
                 )
         except DataError as error:
             problems.append(str(error))
+    elif config.train_on_pairs:
+        problems.append("--train-on-pairs: needs --pairs FILE")
     if config.stsb is not None:
         try:
             if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:

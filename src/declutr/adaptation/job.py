@@ -21,6 +21,7 @@ from declutr.adaptation.candidates import (
     cross_fitted,
     document_prompt,
     load_transformer,
+    prepared_pairs,
     steps_within,
 )
 from declutr.adaptation.config import (
@@ -38,7 +39,15 @@ from declutr.adaptation.config import (
 )
 from declutr.adaptation.paragraphs import paragraph_pairs
 from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
-from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
+from declutr.adaptation.result import (
+    Result,
+    Row,
+    SearchExample,
+    adapted_card,
+    search_examples,
+    write_adaptation_page,
+    write_result,
+)
 from declutr.adaptation.scores import (
     DISTANT,
     MEANING,
@@ -55,7 +64,6 @@ from declutr.adaptation.scores import (
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger
-from declutr.common.console.terminal import shorten
 from declutr.common.errors import UsageError, missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, listed
@@ -63,7 +71,7 @@ from declutr.common.storage import atomic_folder, hash_json, read_json, write_js
 from declutr.encoders.protocol import role_prompts
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import IDF, stsb_values
-from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.evaluation.retrieval.pairs import Part, RetrievalTest
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
@@ -75,7 +83,6 @@ from declutr.trainer.model.language_model import prompt_ids
 
 _START, _START_IDF = "start", f"start + {IDF}"
 _TIMED_PASSAGES = 512
-_EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 _FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
 
 
@@ -97,8 +104,8 @@ def adapt(
         corpus: files, folders or globs of documents.
         output: folder of everything that is made.
         address: of a Ray cluster.
-        settings: the others of `AdaptConfig`: format, text_field, pairs, stsb, minutes, steps, seed, private,
-            trust_remote_code.
+        settings: the others of `AdaptConfig`: format, text_field, pairs, train_on_pairs, stsb, minutes, steps, seed,
+            private, trust_remote_code.
 
     Returns:
         The verdict, the table of scores with 95% intervals, and the folder of the encoder (None if it is not better).
@@ -163,7 +170,9 @@ class _Adaptation:
 
     @cached_property
     def builder(self) -> CandidateBuilder:
-        return CandidateBuilder(self.config, self.output / "data", self.output / "candidates", self.address)
+        folders = self.output / "data", self.output / "candidates"
+        trained = prepared_pairs(self.config, self.pairs, self.output, self.address) if self.pairs else None
+        return CandidateBuilder(self.config, *folders, self.address, trained)
 
     @cached_property
     def preparation(self) -> PipelineConfig:
@@ -205,12 +214,18 @@ class _Adaptation:
             split: TestSet(
                 make_passages(split_documents, tokenizer, prompt),
                 self.pairs,
-                self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
+                self._places(split),
                 recalls,
                 paragraphs[split],
             )
             for split, split_documents in documents.items()
         }
+
+    def _places(self, part: Part) -> NDArray[np.int64]:
+        """Numbers of the user's queries of a part."""
+        if self.pairs is None:
+            return np.empty(0, np.int64)
+        return self.pairs.places(part, self.config.seed, self.config.train_on_pairs)
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
@@ -230,7 +245,7 @@ class _Adaptation:
         verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
         encoder = self.builder.load(chosen)
         rows.append(Row.of(f"{chosen} + {IDF}", "hybrid", start, self._scored(test, encoder, with_idf=True), seed))
-        examples = [] if self.config.private else _examples(test, self.start, encoder)
+        examples = [] if self.config.private else search_examples(test, self.start, encoder)
         return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _development(self, test: TestSet) -> dict[str, Values]:
@@ -278,7 +293,7 @@ class _Adaptation:
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
-        steps = steps_within(self.state.seconds_left, rate, documents)
+        steps = steps_within(self.state.seconds_left, rate / (1 + self.config.train_on_pairs), documents)
         self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             get_logger().warning(
@@ -392,21 +407,3 @@ def _plain(values: Values) -> dict[str, list[float | None]]:
     """Values as JSON has them: null for a row without a value."""
     # NaN alone differs from itself
     return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
-
-
-def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[SearchExample]:
-    """Passages that find their document only after the adaptation, and passages that found it only before."""
-    passages = test.passages
-    if not passages.num_documents:
-        return []
-    first, second = test.nearest(before), test.nearest(after)
-    right = [passages.owners[nearest] == passages.owners for nearest in (first, second)]
-    chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]
-
-    def nearest(rows: NDArray[np.int64], place: int) -> tuple[str, bool]:
-        return excerpt(rows[place]), bool(passages.owners[rows[place]] == passages.owners[place])
-
-    def excerpt(place: int) -> str:
-        return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS)
-
-    return [SearchExample(excerpt(place), nearest(first, place), nearest(second, place)) for place in chosen]

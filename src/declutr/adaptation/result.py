@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from declutr.adaptation.config import HELD_OUT, AdaptConfig
-from declutr.adaptation.scores import MEANING, PAIRS, Values, Verdict, compared
+from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
+from declutr.common.console.terminal import shorten
 from declutr.common.storage import write_json
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.report.page import write_page
@@ -37,6 +41,9 @@ class Row:
         }
         scores = {measure: comparison.after for measure, comparison in comparisons.items()}
         return Row(name, kind, scores, {} if kind == "start" else comparisons)
+
+
+_EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 
 
 class SearchExample(NamedTuple):
@@ -104,6 +111,24 @@ class Result:
             "another chance to be lucky, so the interval is too narrow; new documents in another folder give a fresh "
             "test."
         )
+
+
+def search_examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[SearchExample]:
+    """Passages that find their document only after the adaptation, and passages that found it only before."""
+    passages = test.passages
+    if not passages.num_documents:
+        return []
+    first, second = test.nearest(before), test.nearest(after)
+    right = [passages.owners[nearest] == passages.owners for nearest in (first, second)]
+    chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]
+
+    def nearest(rows: NDArray[np.int64], place: int) -> tuple[str, bool]:
+        return excerpt(rows[place]), bool(passages.owners[rows[place]] == passages.owners[place])
+
+    def excerpt(place: int) -> str:
+        return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS)
+
+    return [SearchExample(excerpt(place), nearest(first, place), nearest(second, place)) for place in chosen]
 
 
 def write_result(result: Result, folder: Path) -> None:

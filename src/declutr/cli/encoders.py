@@ -166,6 +166,7 @@ def run_adapt(arguments: list[str]) -> int:
                         " 0: the closed form alone")  # fmt: skip
     parser.add_argument("--stsb", metavar="FOLDER", help="STS-B's sts-test.csv: measures what was lost in general")
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
+    parser.add_argument("--train-on-pairs", action="store_true", help="train on a third of --pairs, too")
     parser.add_argument("--private", action="store_true", help="write no text of the documents to the report")
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)

@@ -269,7 +269,7 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     index.check(encoder)
     test = _test(index, pairs)
     # a weight looks too good on the queries that chose it
-    halves = {which: test.half(which, SEED) for which in ("development", "test")}
+    halves = {which: test.part(which, SEED) for which in ("development", "test")}
     if not all(half.queries for half in halves.values()):
         raise DataError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
     by_weight = _measured(index, encoder, halves["development"], WEIGHTS)

@@ -212,7 +212,7 @@ WORDINGS = [
 
 def test_halves_have_no_answer_in_common_and_stay_when_pairs_are_added(tmp_path):
     test = read_test(jsonl(tmp_path / "pairs.jsonl", [{"query": query, "text": text} for query, text in WORDINGS]))
-    halves = {which: test.half(which, 0) for which in ("development", "test")}
+    halves = {which: test.part(which, 0) for which in ("development", "test")}
     texts = {which: {text for numbers in half.relevant for text in numbers} for which, half in halves.items()}
     assert not texts["development"] & texts["test"]
     assert [len(set(half.answers.tolist())) for half in halves.values()] == [len(numbers) for numbers in texts.values()]
@@ -220,8 +220,12 @@ def test_halves_have_no_answer_in_common_and_stay_when_pairs_are_added(tmp_path)
     assert min(map(len, texts.values())) > 30
     more = [{"query": f"more {number}", "text": f"text {number}"} for number in range(50)]
     more += [{"query": query, "text": text} for query, text in WORDINGS]
-    longer = read_test(jsonl(tmp_path / "more.jsonl", more)).half("test", 0)
+    longer = read_test(jsonl(tmp_path / "more.jsonl", more)).part("test", 0)
     assert set(halves["test"].queries) < set(longer.queries)
+    thirds = [set(test.places(part, 0, train=True).tolist()) for part in ("development", "test", "train")]
+    assert set.union(*thirds) == {*range(300)}
+    assert sum(map(len, thirds)) == 300
+    assert min(map(len, thirds)) > 50
 
 
 def test_case_and_whitespace_make_no_other_answer():

@@ -253,3 +253,15 @@ def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_tex
     assert left == Counter({"repeated": repeated, "lacks": len(premises) - len(kept)})
     labels = Counter(("entailment", "neutral", "contradiction")[label] for row in rows for label in row.labels[1:])
     assert labels == Counter(label for premise in kept for _, label in premises[premise])
+
+
+def test_pairs_without_labels_are_queries_with_their_texts(tmp_path, make_texts):
+    keys = {"kind": "pairs", "premise": "query", "hypothesis": "text", "label": None}
+    given = [{"query": "How?", "text": "So."}, {"query": "How?", "text": "Or so.", "label": 2}, {"query": "Why?"}]
+    (failure,) = (rows := rows_of(make_texts(keys, write_jsonl(tmp_path / "a.jsonl", *given))))[:1]
+    assert (failure.reason, [(row.texts, row.labels) for row in rows[1:]]) == (
+        "missing_key",
+        [(("How?", "So.", "Or so."), (-1, 0, 0))],
+    )
+    with pytest.raises(ValueError, match=all_of("required_labels", "label = null")):
+        make_texts(keys | {"required_labels": ["entailment"]}, tmp_path)

@@ -22,7 +22,7 @@ MOST_BYTES = 2**30
 """Largest file of pairs or documents, because both are held in memory."""
 _CSV = (".csv", ".tsv")
 _MOST_NAMED, _MOST_CHARACTERS = 5, 80
-Half = Literal["development", "test"]
+Part = Literal["development", "test", "train"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,17 @@ class RetrievalTest:
         """Number of different answers."""
         return int(self.answers.max(initial=-1)) + 1
 
-    def half(self, which: Half, seed: int) -> "RetrievalTest":
-        """The queries that choose (development), or those that report (test)."""
-        places = self.places(which, seed).tolist()
+    def part(self, which: Part, seed: int, train: bool = False) -> "RetrievalTest":
+        """The queries that choose (development), that report (test), or, of thirds, that are trained on."""
+        places = self.places(which, seed, train).tolist()
         queries, relevant = [self.queries[place] for place in places], [self.relevant[place] for place in places]
         return RetrievalTest(queries, self.texts, relevant, [self.targets[place] for place in places])
 
-    def places(self, which: Half, seed: int) -> NDArray[np.int64]:
-        """Numbers of the queries of a half, by a draw for each query's answers, which are never in both halves."""
+    def places(self, which: Part, seed: int, train: bool = False) -> NDArray[np.int64]:
+        """Numbers of the queries of a half, or a third if some `train`, by a draw for each query's answers.
+
+        Answers are never in two parts.
+        """
         smallest = dict[int, str]()
         for answer, target in zip(self.answers.tolist(), self.targets, strict=True):
             smallest[answer] = min(smallest.get(answer, target), target)
@@ -77,7 +80,8 @@ class RetrievalTest:
         drawn_keys = {answer: int(hash_json(target)[:16], 16) for answer, target in smallest.items()}
         keys = np.array([drawn_keys[answer] for answer in self.answers.tolist()], np.uint64)
         drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
-        numbers: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
+        parts = ("development", "test", "train")[: 2 + train]
+        numbers: NDArray[np.int64] = np.flatnonzero((drawn * len(parts)).astype(np.int64) == parts.index(which))
         return numbers
 
 
