@@ -29,7 +29,7 @@ from declutr.adaptation.candidates import (
     whitening,
     write_trained,
 )
-from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, opened
+from declutr.adaptation.config import AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
 from declutr.adaptation.passages import _select, held_out_documents, make_passages
 from declutr.cli.main import main
@@ -328,12 +328,12 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
 
 def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first():
     keys = np.random.default_rng(0).permutation(1000).astype(np.uint64)
-    assert keys[_select(keys, np.full(1000, 256), 500)].tolist() == list(range(500))
-    tokens = np.where(keys % 4 == 0, 300, 255).astype(np.int64)
-    assert keys[_select(keys, tokens, 200)].tolist() == list(range(0, 800, 4))
-    some = keys[_select(keys, tokens, 260)].tolist()
+    assert keys[_select(keys, np.ones(1000, np.bool_), 500)].tolist() == list(range(500))
+    long = keys % 4 == 0
+    assert keys[_select(keys, long, 200)].tolist() == list(range(0, 800, 4))
+    some = keys[_select(keys, long, 260)].tolist()
     assert some == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
-    assert keys[_select(keys, tokens, 2000)].tolist() == list(range(1000))
+    assert keys[_select(keys, long, 2000)].tolist() == list(range(1000))
 
 
 def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
@@ -352,7 +352,8 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"train_on_pairs": True}, ("--train-on-pairs", "--pairs FILE")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
-        (short, "out", {}, ("40 tokens", "64")),
+        (short, "out", {}, ("40 tokens", "64", "longer texts")),
+        (encoder, "out", {"passage_tokens": 200}, ("passages have 202", "lower --passage-tokens")),
         (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("none of 30", "limit is 128", "join")),
         (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "no such file")),
         (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),
@@ -428,9 +429,13 @@ def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(e
 
 def test_settings_of_the_file_are_those_of_an_adaptation():
     config = AdaptConfig(encoder="models/x", corpus=["-"], seed=7)
-    assert config.prepare_config(Path("data")).geometry.max_tokens == WINDOW_TOKENS
+    assert config.prepare_config(Path("data")).geometry.max_tokens == 64
     train = config.train_config(Path("data"), Path("run"), 10, "cls", ("query: ", "passage: "))
     assert (train.encoder.query_prompt, train.encoder.prompt) == ("query: ", "passage: ")
     assert (train.spans.strategy, train.objective.terms, train.optim.lr) == ("distant", "contrastive", 5e-5)
+    longer = config.model_copy(update={"passage_tokens": 254})
+    assert longer.prepare_config(Path("data")).geometry.max_tokens == 256
+    spans = longer.train_config(Path("data"), Path("run"), 10, "cls", ("", "")).spans
+    assert (spans.min_tokens, spans.max_tokens, spans.query_tokens) == (128, 256, (4, 16))
     assert (train.batch_documents, train.steps, train.epochs, train.seed) == (64, 10, None, 7)
     assert (train.export, train.validation.every_steps, train.encoder.pooling) == ("last", 0, "cls")

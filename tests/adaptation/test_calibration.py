@@ -11,7 +11,7 @@ import pytest
 
 from declutr.adaptation import scores
 from declutr.adaptation.candidates import ORDER
-from declutr.adaptation.config import FAR_TOKENS
+from declutr.adaptation.config import LENGTHS
 from declutr.adaptation.job import _Adaptation
 from declutr.adaptation.paragraphs import Paragraphs
 from declutr.adaptation.passages import Passages
@@ -25,7 +25,7 @@ SIZE, NOISE = 12, 0.75
 
 def passages_of(documents, each):
     owners = np.repeat(np.arange(documents), each)
-    starts = np.tile(FAR_TOKENS * np.arange(each), documents)
+    starts = np.tile(LENGTHS.far * np.arange(each), documents)
     return Passages([], [], owners, starts, [], np.empty(0, np.int64), documents)
 
 

@@ -7,7 +7,7 @@ import pytest
 from messages import all_of, says
 from transformers import AutoTokenizer
 
-from declutr.adaptation.config import LONG_TOKENS, STATE, AdaptConfig, opened
+from declutr.adaptation.config import LENGTHS, STATE, AdaptConfig, Lengths, opened
 from declutr.adaptation.passages import Passages, make_passages
 from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
 from declutr.common.bootstrap import share
@@ -119,9 +119,19 @@ def test_make_passages_of_fewer_than_256_tokens_has_no_distant_pair(tokenizer, w
     body = text(1500, 0)[: encoded.offsets[64 * windows - 1][1]]
     made = make_passages([body], tokenizer)
     assert made.scorable.tolist() == [scorable]
-    assert (windows * 64 >= LONG_TOKENS) is scorable
+    assert (windows * 64 >= LENGTHS.long) is scorable
     scores = np.eye(len(made.texts), dtype=np.float32)
     assert np.isnan(made.distant(scores)[0]) == (not scorable)
+
+
+def test_longer_passages_are_as_long_and_far_as_they_say(tokenizer):
+    lengths, body = Lengths(126), text(900, 0)
+    made = make_passages([body], tokenizer, lengths=lengths)
+    assert {len(ids) - 2 for ids in made.ids} == {126}
+    assert set(np.diff(made.starts)) <= {128, 256}
+    assert (lengths.window, lengths.far, lengths.long) == (128, 222, 384)
+    hits = made.distant(np.ones((len(made.ids),) * 2, np.float32) - np.eye(len(made.ids), dtype=np.float32))
+    assert not np.isnan(hits).any()
 
 
 def test_passages_of_no_document_have_no_value(tokenizer):

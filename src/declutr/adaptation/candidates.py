@@ -18,14 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from declutr.adaptation.config import (
-    BATCH_DOCUMENTS,
-    PAIRS_DATA,
-    PAIRS_FILE,
-    PASSAGE_TOKENS,
-    WINDOW_TOKENS,
-    AdaptConfig,
-)
+from declutr.adaptation.config import BATCH_DOCUMENTS, LENGTHS, PAIRS_DATA, PAIRS_FILE, AdaptConfig
 from declutr.adaptation.passages import Passages
 from declutr.adaptation.scores import DISTANT, Values
 from declutr.common.console.logs import bar
@@ -84,16 +77,19 @@ def document_prompt(encoder: TransformerEncoder) -> str:
     return encoder.in_role("document").prompt
 
 
-def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -> int:
+def steps_within(
+    seconds: float, tokens_per_second: float, num_documents: int, window_tokens: int = LENGTHS.window
+) -> int:
     """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
 
     Args:
         seconds: time left for the training and for what follows it, which takes about a third of it.
         tokens_per_second: of the start's forward.
         num_documents: that are trained on.
+        window_tokens: of a window of the shards.
     """
     # anchor and positive: 48 of 32 to 64 tokens on average (Beta(4, 2) and Beta(2, 4)), and 2 special ones
-    tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
+    tokens = 2 * BATCH_DOCUMENTS * (3 * window_tokens // 4 + 2)
     steps = int((seconds * 2 / 3 - _LOAD_SECONDS) * tokens_per_second / (tokens * _STEP_COST))
     return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
 
@@ -151,7 +147,7 @@ class CandidateBuilder:
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
-                write_whitened(origin, sums or within_sums(origin, self.data), aside)
+                write_whitened(origin, sums or within_sums(origin, self.data, self.config.passage_tokens), aside)
             else:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
 
@@ -258,7 +254,7 @@ def passage_ids(
     return rows, np.array(owners, np.int64)
 
 
-def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
+def within_sums(encoder: TransformerEncoder, shards: Path, passage_tokens: int = LENGTHS.passage) -> WithinSums:
     """The sums over all training documents of shards that `prepare` made with the encoder's tokenizer.
 
     Raises:
@@ -268,7 +264,7 @@ def within_sums(encoder: TransformerEncoder, shards: Path) -> WithinSums:
     split, vocabulary = ShardSet(shards, "train"), vocabulary_of(encoder.tokenizer, document_prompt(encoder))
     if not split.num_documents:
         raise UsageError(f"{shards}: holds no training documents; prepare more documents")
-    room = min(PASSAGE_TOKENS, encoder.max_tokens - vocabulary.num_specials)
+    room = min(passage_tokens, encoder.max_tokens - vocabulary.num_specials)
     sums: WithinSums | None = None
     with bar(total=split.num_documents, desc="covariance", unit="documents") as progress:
         for start in range(0, split.num_documents, _BLOCK_DOCUMENTS):  # so that memory does not grow with the corpus
@@ -320,4 +316,6 @@ def _of_documents(passages: Passages, documents: np.ndarray) -> Passages:
     """The passages of some documents, numbered from 0."""
     inside = np.isin(passages.owners, documents)
     owners = np.searchsorted(documents, passages.owners[inside])
-    return Passages([], [], owners, passages.starts[inside], [], np.empty(0, np.int64), len(documents))
+    return Passages(
+        [], [], owners, passages.starts[inside], [], np.empty(0, np.int64), len(documents), passages.lengths
+    )

@@ -4,51 +4,60 @@ Messages of a preparation are given the words of this command's options. `config
 preparation and training, so that both can be run alone too.
 """
 
-import glob
-import logging
 import os
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
-from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.config import Strict
-from declutr.common.console.logs import get_logger
-from declutr.common.console.terminal import excerpt
-from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
-from declutr.common.paths import expand, folder_problem
+from declutr.common.errors import UsageError
+from declutr.common.paths import expand
 from declutr.common.storage import write_text
 from declutr.common.yamlfile import read_yaml_file
-from declutr.encoders.protocol import missing, no_encoder
-from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_test
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.job.outcome import lines_hint, nothing_kept
-from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.readers.corpus import Choice, ReadFailure
-from declutr.pipeline.shards.ledger import Counts
-from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
+from declutr.pipeline.readers.corpus import Choice
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
-PASSAGE_TOKENS = 62  # two fewer than a window of the shards, for the special tokens
-"""Tokens of a passage without special ones."""
-WINDOW_TOKENS = 64
-"""Tokens of a window of the shards, `geometry.max_tokens` of `configs/adapt.yaml`."""
-FAR_TOKENS = PASSAGE_TOKENS + 96  # `min_distance_tokens` of configs/adapt.yaml
-"""Tokens between the starts of two passages of which one must find the other."""
-LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
-"""Tokens of the shortest document with two such passages: 256, because passages start with windows."""
 HELD_OUT = 0.4  # so that 500 documents give the 100 test rows of an interval
 """Share of the documents that is not trained on: half of it chooses, the other half reports."""
 BATCH_DOCUMENTS = 64  # `batch_documents` of configs/adapt.yaml
 STATE = "state.json"
+ENCODER, REPORT = "encoder", "report.html"
+PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
+"""Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
 _SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "adapt.yaml"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of passages, and what follows from them."""
+
+    passage: int = 62
+    """Of a passage without special ones."""
+
+    @property
+    def window(self) -> int:
+        """Of a window of the shards, `geometry.max_tokens`: two more, for special ones."""
+        return self.passage + 2
+
+    @property
+    def far(self) -> int:
+        """Between the starts of two passages of which one must find the other (`min_distance_tokens` between them)."""
+        return self.passage + 96
+
+    @property
+    def long(self) -> int:
+        """Of the shortest document with two such passages (256 of 62): passages start with windows."""
+        return (1 - (-self.far // self.window)) * self.window
+
+
+LENGTHS = Lengths()
+"""Those of the defaults."""
 
 
 class AdaptConfig(Strict):
@@ -68,6 +77,8 @@ class AdaptConfig(Strict):
     """Train on a third of the pairs, too; the others choose and judge."""
     stsb: str | None = None
     """Folder of STS-B with sts-test.csv, to measure what was lost in general."""
+    passage_tokens: int = Field(default=LENGTHS.passage, ge=30, le=8190)
+    """Tokens of a passage: of those that train, choose and judge."""
     minutes: float = Field(default=30, gt=0, le=10_000)
     """Time for everything, also over several starts of the command; it decides the number of training steps."""
     steps: int | None = Field(default=None, ge=0)
@@ -79,6 +90,11 @@ class AdaptConfig(Strict):
     """Write no text of the documents to the report."""
     trust_remote_code: bool = False
     """Run Python code that comes with the encoder. Only for encoders you trust."""
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tokens of passages."""
+        return Lengths(self.passage_tokens)
 
     def located(self) -> "AdaptConfig":
         """The settings with absolute paths, because workers run in other folders.
@@ -107,6 +123,7 @@ class AdaptConfig(Strict):
             "session": {"address": address},
             "seed": self.seed,
         }
+        settings["geometry"] |= {"max_tokens": self.lengths.window}
         return PipelineConfig.model_validate(settings)
 
     def prepare_pairs_config(self, pairs: Path, output: Path, address: str | None = None) -> PipelineConfig:
@@ -156,10 +173,12 @@ class AdaptConfig(Strict):
             "validation": {"every_steps": 0},  # candidates are scored by passages, and the last weights are one
             "scaling": {"num_workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
         }
+        window = self.lengths.window
+        settings["spans"] |= {"min_tokens": window // 2, "max_tokens": window}
         if pairs is not None:
             temperature = file["objective"]["loss"]["temperature"]
             objective = {"kind": "simcse", "supervised": True, "hard_negatives": False, "head": False}
-            objective |= {"temperature": temperature, "max_tokens": WINDOW_TOKENS}
+            objective |= {"temperature": temperature, "max_tokens": window}
             rows = min(BATCH_DOCUMENTS, pairs[1])
             task = {"data": str(pairs[0]), "objective": objective, "batch_documents": rows}
             settings |= {"auxiliary_tasks": {"pairs": task}, "task_schedule": "joint"}
@@ -244,156 +263,3 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     finally:
         if path.is_file():  # not before the corpus is prepared: until then another one may be named
             state.write()  # also after a failure: --minutes counts the time of all starts
-
-
-ENCODER, REPORT = "encoder", "report.html"
-PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
-"""Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
-_OWN = {"data", PAIRS_FILE, PAIRS_DATA, "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
-"""Names that an adaptation writes to its folder, beside its state."""
-_ANSWERS = {2: 240, 3: 370}
-"""Different answers of which each half, or each third, has 100 in 99% of the draws."""
-_MOST_READ = 1000
-"""Documents whose lengths are looked at before a preparation."""
-_OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
-    r"^prepare: ": "",
-    r"set corpus\.format=": "add --format ",
-    r"set corpus\.text_field to the key or column of the text, or to several, as in corpus\.text_field=\[.*?\]": (
-        "--text-field names the key or column of the text, once for each of several"
-    ),
-    r"corpus\.paths(?: = )?": "CORPUS ",
-    r"corpus\.(?:format|text_field)": lambda match: f"--{match[0][7:].replace('_', '-')}",
-    r" = 2 \* geometry\.max_tokens \(\d+\)|2 \* geometry\.max_tokens \(\d+\) = ": "",
-    r"; lower one of them or use longer documents": "; use longer documents, or join short ones",
-    r"(?: and|,) `filters`": "",
-    r"output = ": "--output ",
-}
-"""Patterns in messages of a preparation, and the words of this command for them."""
-
-
-def as_options(message: str) -> str:
-    """A message of `prepare` with options of `adapt` in place of settings."""
-    for pattern, words in _OPTIONS.items():
-        message = re.sub(pattern, words, message)
-    return message.replace("CORPUS :", "CORPUS:")  # of `corpus.paths:`, which names no value
-
-
-@contextmanager
-def own_words() -> Iterator[None]:
-    """Gives messages and errors of `prepare` the options of `adapt`, which takes no settings."""
-
-    def reworded(record: logging.LogRecord) -> bool:
-        record.msg, record.args = as_options(record.getMessage()), ()  # the message has them already
-        return True
-
-    get_logger().addFilter(reworded)
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError("adapt", [as_options(problem) for problem in error.problems]) from error
-    except ShardError as error:
-        raise ShardError(as_options(str(error))) from error
-    finally:
-        get_logger().removeFilter(reworded)
-
-
-def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
-    """Looks for a long document in a small corpus, because a preparation takes a minute to say that there is none.
-
-    Raises:
-        ConfigError: all documents are too short, or none can be read.
-    """
-    least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
-    units, _ = plan_units(config.corpus, config.unit_mib)
-    records = (record for unit in units for record in read_unit(unit, config.corpus))
-    read, sources = 0, dict[str, None]()  # 0, because a corpus may hold no record
-    for read, record in enumerate(records, 1):
-        sources[record.source] = None
-        if isinstance(record, ReadFailure):
-            failed.append(record)
-        else:
-            longest = max(longest, len(tokenizer(record.text, add_special_tokens=False)["input_ids"]))
-        if longest >= least or read > _MOST_READ:
-            return
-    reasons, short = dict(Counter(failure.reason for failure in failed)), {TOO_SHORT: read - len(failed)}
-    dropped = short if read > len(failed) else {}
-    counts = Counts(read=read, kept=0, dropped=dropped, failed=reasons, text_bytes=0, longest_tokens=longest)
-    problems = nothing_kept(counts, config, failed), lines_hint(read, dropped, config.model_dump(mode="json"), sources)
-    raise ConfigError("adapt", [as_options(problem) for problem in problems if problem])
-
-
-def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
-    """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
-    place = expand(config.encoder)
-    encoder_problem = missing(config.encoder) or no_encoder(place)
-    if place.is_file():
-        encoder_problem = f"{place} is a file, not the folder of an encoder"
-    if config.encoder.startswith(("hashed-words", "untrained:", "untrained@")):
-        encoder_problem = f"{config.encoder} is a baseline, whose weights nobody trained; name the folder of an encoder"
-    if encoder_problem:
-        others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
-        if others:
-            encoder_problem += f". {others[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
-        yield encoder_problem
-    if problem := folder_problem(output):
-        yield f"--output {output}: {problem}"
-    if output.is_dir() and not (output / STATE).is_file():
-        if others := sorted({path.name for path in output.iterdir() if not path.name.startswith(".")} - _OWN):
-            yield f"--output {output}: holds {excerpt(others)}, not an adaptation; name a new folder"
-        if (output / ENCODER).exists():  # "better" would replace it, every other verdict remove it
-            yield f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder"
-    for path in (Path(path).resolve() for path in config.corpus if "://" not in path):
-        if not path.exists() and not glob.has_magic(str(path)):
-            yield f"CORPUS: {path}: no such file or folder"
-        if output.resolve().is_relative_to(path):
-            yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
-
-
-def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], RetrievalTest | None]:
-    """Problems of the files of pairs, and the user's pairs; loads neither torch nor Ray.
-
-    Raises:
-        UsageError: encoder, corpus or output cannot be there; with the problems of the files.
-    """
-    places, problems, pairs = [*_place_problems(config, output)], list[str](), None
-    if config.pairs is not None:
-        try:
-            pairs = read_test(expand(config.pairs))
-            parts: tuple[Part, ...] = ("test", "development", "train") if config.train_on_pairs else ("test",)
-            counts = {part: pairs.part(part, config.seed, config.train_on_pairs).num_answers for part in parts}
-            if few := {part: count for part, count in counts.items() if count < MIN_ROWS}:
-                part, reporting = next(iter(few.items()))
-                problems.append(
-                    f"--pairs {config.pairs}: {reporting} different answers are left for the {part}, which needs "
-                    f"{MIN_ROWS}, and queries with an answer in common count once; give queries of "
-                    f"{_ANSWERS[2 + config.train_on_pairs]} answers or more, or none to use passages of the documents"
-                )
-        except DataError as error:
-            problems.append(str(error))
-    elif config.train_on_pairs:
-        problems.append("--train-on-pairs: needs --pairs FILE")
-    if config.stsb is not None:
-        try:
-            if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:
-                problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
-        except DataError as error:
-            problems.append(f"--stsb: {error}")
-    if places:  # the corpus is read with the encoder's tokenizer
-        raise UsageError("\n".join([*places, *problems]))
-    return problems, pairs
-
-
-def checked(config: AdaptConfig, output: Path, address: str | None) -> RetrievalTest | None:
-    """The user's pairs.
-
-    Raises:
-        UsageError: all problems of encoder, corpus and files that can be found before any work.
-    """
-    problems, pairs = check_places(config, output)
-    from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
-
-    with own_words():  # it warns of files that are not read
-        preparation = preparation_problems(config.prepare_config(output / "data", address))
-    if problems := [*map(as_options, preparation), *problems]:
-        raise UsageError("\n".join(problems))
-    return pairs

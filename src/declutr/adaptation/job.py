@@ -24,19 +24,8 @@ from declutr.adaptation.candidates import (
     prepared_pairs,
     steps_within,
 )
-from declutr.adaptation.config import (
-    BATCH_DOCUMENTS,
-    ENCODER,
-    LONG_TOKENS,
-    REPORT,
-    WINDOW_TOKENS,
-    AdaptConfig,
-    State,
-    check_lengths,
-    checked,
-    opened,
-    own_words,
-)
+from declutr.adaptation.checks import check_lengths, checked, own_words
+from declutr.adaptation.config import BATCH_DOCUMENTS, ENCODER, LENGTHS, REPORT, AdaptConfig, State, opened
 from declutr.adaptation.paragraphs import paragraph_pairs
 from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import (
@@ -60,6 +49,7 @@ from declutr.adaptation.scores import (
     compared,
     judge,
     moved,
+    plain,
 )
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import load_config
@@ -104,8 +94,8 @@ def adapt(
         corpus: files, folders or globs of documents.
         output: folder of everything that is made.
         address: of a Ray cluster.
-        settings: the others of `AdaptConfig`: format, text_field, pairs, train_on_pairs, stsb, minutes, steps, seed,
-            private, trust_remote_code.
+        settings: the others of `AdaptConfig`: format, text_field, pairs, train_on_pairs, stsb, passage_tokens, minutes,
+            steps, seed, private, trust_remote_code.
 
     Returns:
         The verdict, the table of scores with 95% intervals, and the folder of the encoder (None if it is not better).
@@ -141,11 +131,11 @@ def _adapt(config: AdaptConfig, output: Path, address: str | None, pairs: Retrie
         start = load_transformer(config.encoder, config.trust_remote_code)
         if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
             raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
-        needed = WINDOW_TOKENS + len(prompt_ids(start.tokenizer, document_prompt(start)))
+        needed = config.lengths.window + len(prompt_ids(start.tokenizer, document_prompt(start)))
         if needed > start.max_tokens:
             raise UsageError(
                 f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have {needed}; "
-                "name an encoder that reads longer texts"
+                f"{'lower --passage-tokens' if needed > LENGTHS.window else 'name an encoder that reads longer texts'}"
             )
         if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
             raise UsageError(
@@ -208,11 +198,13 @@ class _Adaptation:
         """What is scored of each half of the documents that are not trained on."""
         recalls: dict[str, list[F64]] = {}
         tokenizer, prompt = self.start.tokenizer, document_prompt(self.start)
-        documents = held_out_documents(self.preparation.corpus, self.output / "data", self.config.seed)
-        paragraphs = paragraph_pairs(documents, tokenizer)
+        documents = held_out_documents(
+            self.preparation.corpus, self.output / "data", self.config.seed, self.config.lengths
+        )
+        paragraphs = paragraph_pairs(documents, tokenizer, self.config.passage_tokens)
         return {
             split: TestSet(
-                make_passages(split_documents, tokenizer, prompt),
+                make_passages(split_documents, tokenizer, prompt, self.config.lengths),
                 self.pairs,
                 self._places(split),
                 recalls,
@@ -293,7 +285,9 @@ class _Adaptation:
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
-        steps = steps_within(self.state.seconds_left, rate / (1 + self.config.train_on_pairs), documents)
+        steps = steps_within(
+            self.state.seconds_left, rate / (1 + self.config.train_on_pairs), documents, self.config.lengths.window
+        )
         self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             get_logger().warning(
@@ -304,14 +298,14 @@ class _Adaptation:
 
     def _few(self) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
-        documents = all_documents(self.preparation.corpus, self.output / "data")
-        passages = make_passages(documents, self.start.tokenizer, document_prompt(self.start))
+        documents = all_documents(self.preparation.corpus, self.output / "data", self.config.lengths)
+        passages = make_passages(documents, self.start.tokenizer, document_prompt(self.start), self.config.lengths)
         scorable = int(passages.scorable.sum())
         get_logger().warning(
             "%d documents of %d tokens or more, without headings: too few for a test of their own, so the closed form "
             "is scored by five fits, each on four fifths of the documents",
             scorable,
-            LONG_TOKENS,
+            self.config.lengths.long,
         )
         if scorable < 10:
             nothing = Comparison(math.nan, math.nan, scorable, None)
@@ -341,9 +335,10 @@ class _Adaptation:
         if better:
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
         kept, steps = load_manifest(self.output / "data").totals["kept"], self.state.steps or 0
+        figures = verdict.sentence(self.rows, self.config.lengths.long if self.primary == DISTANT else 0)
         result = Result(
             verdict=verdict,
-            sentence=f"{verdict.sentence(self.rows)} ({chosen}; {self.primary} recall@1{fits})",
+            sentence=f"{figures} ({chosen}; {self.primary} recall@1{fits})",
             chosen=chosen,
             primary=self.primary,
             rows=rows,
@@ -392,18 +387,12 @@ class _Adaptation:
             # a null becomes NaN again
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         scores = test.encoder(encoder, with_idf)
-        write_json(path, _plain(scores))  # scoring takes minutes, and a later start needs it again
+        write_json(path, plain(scores))  # scoring takes minutes, and a later start needs it again
         return scores
 
     def _keep(self, split: str, scored: dict[str, Values]) -> None:
         """Writes the values of every row, from which all intervals can be computed again."""
-        write_json(self.output / "scores" / f"{split}.json", {name: _plain(values) for name, values in scored.items()})
+        write_json(self.output / "scores" / f"{split}.json", {name: plain(values) for name, values in scored.items()})
 
     def _say(self, what: str) -> None:
         get_logger().info("%s; %.0f minutes left", what, self.state.seconds_left / 60)
-
-
-def _plain(values: Values) -> dict[str, list[float | None]]:
-    """Values as JSON has them: null for a row without a value."""
-    # NaN alone differs from itself
-    return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}

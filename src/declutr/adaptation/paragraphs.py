@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from declutr.adaptation.config import PASSAGE_TOKENS
+from declutr.adaptation.config import LENGTHS
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.words import num_words
 from declutr.trainer.objectives.scores import ahead
@@ -65,7 +65,9 @@ def uncut_engine(tokenizer: Any) -> Tokenizer:
     return engine
 
 
-def paragraph_pairs(splits: Mapping[T, Sequence[str]], tokenizer: Any) -> dict[T, Paragraphs]:
+def paragraph_pairs(
+    splits: Mapping[T, Sequence[str]], tokenizer: Any, passage_tokens: int = LENGTHS.passage
+) -> dict[T, Paragraphs]:
     """Of each split at most four pairs of a document, spread over it, whose answers are cut to a passage's length.
 
     They are questions if 100 documents of each split have some, else first sentences.
@@ -73,12 +75,13 @@ def paragraph_pairs(splits: Mapping[T, Sequence[str]], tokenizer: Any) -> dict[T
     Args:
         splits: texts of documents with line breaks, by split.
         tokenizer: of transformers.
+        passage_tokens: most tokens of an answer.
     """
     engine = uncut_engine(tokenizer)
 
     def cut(answer: str) -> str:
         ends = [end for _, end in engine.encode(answer, add_special_tokens=False).offsets]
-        return answer if len(ends) <= PASSAGE_TOKENS else answer[: ends[PASSAGE_TOKENS - 1]]
+        return answer if len(ends) <= passage_tokens else answer[: ends[passage_tokens - 1]]
 
     def spread(documents: Sequence[list[Pair]]) -> Paragraphs:
         rows: list[tuple[str, str, int]] = []

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
+from declutr.adaptation.config import LENGTHS, Lengths
 from declutr.adaptation.paragraphs import uncut_engine
 from declutr.common import seeding
 from declutr.common.words import num_words
@@ -36,7 +36,7 @@ _MOST_OF_FEW = 5 * MOST_DOCUMENTS  # each fold searches among as many as a split
 """The same for a corpus that is scored in five folds."""
 
 
-def held_out_documents(corpus: Corpus, data: Path, seed: int) -> dict[Split, list[str]]:
+def held_out_documents(corpus: Corpus, data: Path, seed: int, lengths: Lengths = LENGTHS) -> dict[Split, list[str]]:
     """Texts of the documents of each split, by their keys, with their line breaks; reads the corpus again for them.
 
     Which document belongs to which split is a function of the seed and the document.
@@ -45,6 +45,7 @@ def held_out_documents(corpus: Corpus, data: Path, seed: int) -> dict[Split, lis
         corpus: where its documents are.
         data: the prepared corpus.
         seed: of the split.
+        lengths: tokens of passages.
     """
     ids, keys, tokens = _rows(data, "held-out")
     drawn = seeding.unit(seeding.words(seed, "adaptation split", keys, np.zeros_like(keys), 1))[:, 0]
@@ -53,24 +54,24 @@ def held_out_documents(corpus: Corpus, data: Path, seed: int) -> dict[Split, lis
         "test": np.flatnonzero(drawn >= 0.5),
     }
     chosen = {
-        split: [ids[place] for place in rows[_select(keys[rows], tokens[rows], MOST_DOCUMENTS)]]
+        split: [ids[place] for place in rows[_select(keys[rows], tokens[rows] >= lengths.long, MOST_DOCUMENTS)]]
         for split, rows in splits.items()
     }
     texts = _read(corpus, {identity for part in chosen.values() for identity in part})
     return {split: [texts[identity] for identity in part if identity in texts] for split, part in chosen.items()}
 
 
-def all_documents(corpus: Corpus, data: Path) -> list[str]:
+def all_documents(corpus: Corpus, data: Path, lengths: Lengths = LENGTHS) -> list[str]:
     """Texts of a corpus with few long documents, by their keys; of more than 2,500 the long ones and some others."""
     ids, keys, tokens = _rows(data, "train", "held-out")
-    chosen = dict.fromkeys(ids[place] for place in _select(keys, tokens, _MOST_OF_FEW))
+    chosen = dict.fromkeys(ids[place] for place in _select(keys, tokens >= lengths.long, _MOST_OF_FEW))
     texts = _read(corpus, {*chosen})
     return [texts[identity] for identity in chosen if identity in texts]
 
 
-def _select(keys: NDArray[np.uint64], tokens: NDArray[np.int64], max_documents: int) -> NDArray[np.int64]:
+def _select(keys: NDArray[np.uint64], long: NDArray[np.bool_], max_documents: int) -> NDArray[np.int64]:
     """Places of at most `max_documents` documents in the order of their keys; long ones have precedence."""
-    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]  # lexsort's last key leads
+    first = np.lexsort((keys, ~long))[:max_documents]  # lexsort's last key leads
     ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
     return ordered
 
@@ -124,13 +125,15 @@ class Passages:
     """`(Q,)` number of the document of each heading."""
     num_documents: int
     """N."""
+    lengths: Lengths = LENGTHS
+    """Tokens of passages."""
 
     @cached_property
     def scorable(self) -> NDArray[np.bool_]:
         """`(n,)` true for a document with two passages at least 96 tokens apart, which alone `distant` scores."""
         ends = np.cumsum(np.bincount(self.owners, minlength=self.num_documents))
         firsts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
-        far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= FAR_TOKENS
+        far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= self.lengths.far
         return far
 
     def distant(self, scores: F32) -> F64:
@@ -147,7 +150,7 @@ class Passages:
         for place in range(_PASSAGES):  # relative to the length of every document
             gallery = np.cumsum(counts) - counts + place * counts // _PASSAGES
             own = gallery[self.owners]
-            far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS  # nearer passages share words
+            far = np.abs(self.starts[own] - self.starts) >= self.lengths.far  # nearer passages share words
             table = scores[:, gallery]
             best = ahead(table, scores[np.arange(len(own)), own], tie=1.0) == 1  # else one point for all scores 1
             np.add.at(hits, self.owners, best & far)
@@ -174,8 +177,8 @@ class Passages:
         return counts
 
 
-def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") -> Passages:
-    """Cuts documents into at most 8 passages of 62 tokens, spread evenly, after their headings were taken out.
+def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "", lengths: Lengths = LENGTHS) -> Passages:
+    """Cuts documents into at most 8 passages, spread evenly, after their headings were taken out.
 
     Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
     those of several documents, such as "Introduction", and those of one word are left out.
@@ -184,6 +187,7 @@ def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") ->
         documents: their texts.
         tokenizer: of transformers.
         prompt: text before each passage, whose tokens are further ones.
+        lengths: tokens of passages.
     """
     parts = [_headings(text) for text in documents]
     # a set: a heading that one document repeats still names it alone
@@ -197,13 +201,13 @@ def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") ->
     number = 0
     for headings, body in parts:
         encoded = engine.encode(body, add_special_tokens=False)
-        windows = np.arange(len(encoded.ids) // WINDOW_TOKENS) * WINDOW_TOKENS
+        windows = np.arange(len(encoded.ids) // lengths.window) * lengths.window
         if len(windows) < 2:
             continue
         # unique: of fewer windows than passages, some would be taken twice
         chosen = windows[np.unique(np.linspace(0, len(windows) - 1, _PASSAGES).round().astype(np.int64))]
         for start in chosen.tolist():
-            end = start + PASSAGE_TOKENS
+            end = start + lengths.passage
             ids.append([*before, *encoded.ids[start:end], *after])
             texts.append(body[encoded.offsets[start][0] : encoded.offsets[end - 1][1]])
             owners.append(number)
@@ -212,9 +216,8 @@ def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "") ->
         queries += own[:_MOST_HEADINGS]
         targets += [number] * len(own[:_MOST_HEADINGS])
         number += 1
-    return Passages(
-        texts, ids, np.array(owners, np.int64), np.array(starts, np.int64), queries, np.array(targets, np.int64), number
-    )
+    at = np.array(owners, np.int64), np.array(starts, np.int64)
+    return Passages(texts, ids, *at, queries, np.array(targets, np.int64), number, lengths)
 
 
 def _headings(text: str) -> tuple[list[str], str]:

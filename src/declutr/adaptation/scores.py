@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
 from declutr.adaptation.paragraphs import NO_PARAGRAPHS, Paragraphs
 from declutr.adaptation.passages import F32, F64, Passages
 from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, grouped, mean, share
@@ -101,7 +100,7 @@ class TestSet:
         scores, *_ = self._cosines(encoder, with_idf=False)
         owners, starts = self.passages.owners, self.passages.starts
         # the passage itself is near too, at distance 0
-        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < FAR_TOKENS)
+        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < self.passages.lengths.far)
         places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
         return places
 
@@ -142,6 +141,12 @@ class TestSet:
         if self.paragraphs.queries:
             values[SENTENCES] = self.paragraphs.recall(sentences)
         return values
+
+
+def plain(values: Values) -> dict[str, list[float | None]]:
+    """Values as JSON has them: null for a row without a value."""
+    # NaN alone differs from itself
+    return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
 
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
@@ -203,15 +208,16 @@ class Verdict:
             return None
         return max(MIN_ROWS, round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2))
 
-    def sentence(self, rows: str) -> str:
+    def sentence(self, rows: str, least_tokens: int = 0) -> str:
         """The verdict with its figures.
 
         Args:
             rows: what the rows are, such as documents.
+            least_tokens: of a document that counts; 0: any does.
         """
         comparison = self.comparison
         if comparison.interval is None:
-            long = f" of {LONG_TOKENS} tokens or more" if rows == "documents" else ""
+            long = f" of {least_tokens} tokens or more" if least_tokens else ""
             return f"{self.outcome}: {comparison.rows} test {rows}{long}, an interval needs at least {MIN_ROWS}"
         low, high = (100 * end for end in comparison.interval)
         text = (

@@ -161,6 +161,7 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--output", type=path_argument, required=True, help="folder of the result")
     parser.add_argument("--format", choices=FORMATS, help="format of the documents (auto)")
     parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
+    parser.add_argument("--passage-tokens", type=int, help="tokens of a passage, at most the encoder's window (62)")
     parser.add_argument("--minutes", type=float, help="time for everything (30)")
     parser.add_argument("--steps", type=int, help="steps of the training (ten passes, or as many as there is time for);"
                         " 0: the closed form alone")  # fmt: skip
@@ -171,7 +172,8 @@ def run_adapt(arguments: list[str]) -> int:
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
     setup_logging("adapt")
-    from declutr.adaptation.config import REPORT, AdaptConfig, check_places
+    from declutr.adaptation.checks import check_places
+    from declutr.adaptation.config import REPORT, AdaptConfig
     from declutr.common.config import load_config
 
     values = {name: value for name, value in options.items() if name in AdaptConfig.model_fields}

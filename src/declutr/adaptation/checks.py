@@ -1,0 +1,175 @@
+"""Checks of an adaptation before any work, in the words of the command's options."""
+
+import glob
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from declutr.adaptation.config import ENCODER, PAIRS_DATA, PAIRS_FILE, REPORT, STATE, AdaptConfig
+from declutr.common.bootstrap import MIN_ROWS
+from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import excerpt
+from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
+from declutr.common.paths import expand, folder_problem
+from declutr.encoders.protocol import missing, no_encoder
+from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_test
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.outcome import lines_hint, nothing_kept
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.shards.ledger import Counts
+from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
+from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
+
+_OWN = {"data", PAIRS_FILE, PAIRS_DATA, "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
+"""Names that an adaptation writes to its folder, beside its state."""
+_ANSWERS = {2: 240, 3: 370}
+"""Different answers of which each half, or each third, has 100 in 99% of the draws."""
+_MOST_READ = 1000
+"""Documents whose lengths are looked at before a preparation."""
+_OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r"^prepare: ": "",
+    r"set corpus\.format=": "add --format ",
+    r"set corpus\.text_field to the key or column of the text, or to several, as in corpus\.text_field=\[.*?\]": (
+        "--text-field names the key or column of the text, once for each of several"
+    ),
+    r"corpus\.paths(?: = )?": "CORPUS ",
+    r"corpus\.(?:format|text_field)": lambda match: f"--{match[0][7:].replace('_', '-')}",
+    r" = 2 \* geometry\.max_tokens \(\d+\)|2 \* geometry\.max_tokens \(\d+\) = ": "",
+    r"; lower one of them or use longer documents": "; use longer documents, or join short ones",
+    r"(?: and|,) `filters`": "",
+    r"output = ": "--output ",
+}
+"""Patterns in messages of a preparation, and the words of this command for them."""
+
+
+def as_options(message: str) -> str:
+    """A message of `prepare` with options of `adapt` in place of settings."""
+    for pattern, words in _OPTIONS.items():
+        message = re.sub(pattern, words, message)
+    return message.replace("CORPUS :", "CORPUS:")  # of `corpus.paths:`, which names no value
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """Gives messages and errors of `prepare` the options of `adapt`, which takes no settings."""
+
+    def reworded(record: logging.LogRecord) -> bool:
+        record.msg, record.args = as_options(record.getMessage()), ()  # the message has them already
+        return True
+
+    get_logger().addFilter(reworded)
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError("adapt", [as_options(problem) for problem in error.problems]) from error
+    except ShardError as error:
+        raise ShardError(as_options(str(error))) from error
+    finally:
+        get_logger().removeFilter(reworded)
+
+
+def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
+    """Looks for a long document in a small corpus, because a preparation takes a minute to say that there is none.
+
+    Raises:
+        ConfigError: all documents are too short, or none can be read.
+    """
+    least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    records = (record for unit in units for record in read_unit(unit, config.corpus))
+    read, sources = 0, dict[str, None]()  # 0, because a corpus may hold no record
+    for read, record in enumerate(records, 1):
+        sources[record.source] = None
+        if isinstance(record, ReadFailure):
+            failed.append(record)
+        else:
+            longest = max(longest, len(tokenizer(record.text, add_special_tokens=False)["input_ids"]))
+        if longest >= least or read > _MOST_READ:
+            return
+    reasons, short = dict(Counter(failure.reason for failure in failed)), {TOO_SHORT: read - len(failed)}
+    dropped = short if read > len(failed) else {}
+    counts = Counts(read=read, kept=0, dropped=dropped, failed=reasons, text_bytes=0, longest_tokens=longest)
+    problems = nothing_kept(counts, config, failed), lines_hint(read, dropped, config.model_dump(mode="json"), sources)
+    raise ConfigError("adapt", [as_options(problem) for problem in problems if problem])
+
+
+def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
+    """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
+    place = expand(config.encoder)
+    encoder_problem = missing(config.encoder) or no_encoder(place)
+    if place.is_file():
+        encoder_problem = f"{place} is a file, not the folder of an encoder"
+    if config.encoder.startswith(("hashed-words", "untrained:", "untrained@")):
+        encoder_problem = f"{config.encoder} is a baseline, whose weights nobody trained; name the folder of an encoder"
+    if encoder_problem:
+        others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
+        if others:
+            encoder_problem += f". {others[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
+        yield encoder_problem
+    if problem := folder_problem(output):
+        yield f"--output {output}: {problem}"
+    if output.is_dir() and not (output / STATE).is_file():
+        if others := sorted({path.name for path in output.iterdir() if not path.name.startswith(".")} - _OWN):
+            yield f"--output {output}: holds {excerpt(others)}, not an adaptation; name a new folder"
+        if (output / ENCODER).exists():  # "better" would replace it, every other verdict remove it
+            yield f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder"
+    for path in (Path(path).resolve() for path in config.corpus if "://" not in path):
+        if not path.exists() and not glob.has_magic(str(path)):
+            yield f"CORPUS: {path}: no such file or folder"
+        if output.resolve().is_relative_to(path):
+            yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
+
+
+def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], RetrievalTest | None]:
+    """Problems of the files of pairs, and the user's pairs; loads neither torch nor Ray.
+
+    Raises:
+        UsageError: encoder, corpus or output cannot be there; with the problems of the files.
+    """
+    places, problems, pairs = [*_place_problems(config, output)], list[str](), None
+    if config.pairs is not None:
+        try:
+            pairs = read_test(expand(config.pairs))
+            parts: tuple[Part, ...] = ("test", "development", "train") if config.train_on_pairs else ("test",)
+            counts = {part: pairs.part(part, config.seed, config.train_on_pairs).num_answers for part in parts}
+            if few := {part: count for part, count in counts.items() if count < MIN_ROWS}:
+                part, reporting = next(iter(few.items()))
+                problems.append(
+                    f"--pairs {config.pairs}: {reporting} different answers are left for the {part}, which needs "
+                    f"{MIN_ROWS}, and queries with an answer in common count once; give queries of "
+                    f"{_ANSWERS[2 + config.train_on_pairs]} answers or more, or none to use passages of the documents"
+                )
+        except DataError as error:
+            problems.append(str(error))
+    elif config.train_on_pairs:
+        problems.append("--train-on-pairs: needs --pairs FILE")
+    if config.stsb is not None:
+        try:
+            if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:
+                problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
+        except DataError as error:
+            problems.append(f"--stsb: {error}")
+    if places:  # the corpus is read with the encoder's tokenizer
+        raise UsageError("\n".join([*places, *problems]))
+    return problems, pairs
+
+
+def checked(config: AdaptConfig, output: Path, address: str | None) -> RetrievalTest | None:
+    """The user's pairs.
+
+    Raises:
+        UsageError: all problems of encoder, corpus and files that can be found before any work.
+    """
+    problems, pairs = check_places(config, output)
+    from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
+
+    with own_words():  # it warns of files that are not read
+        preparation = preparation_problems(config.prepare_config(output / "data", address))
+    if problems := [*map(as_options, preparation), *problems]:
+        raise UsageError("\n".join(problems))
+    return pairs
