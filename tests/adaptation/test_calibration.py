@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from declutr.adaptation import scores
-from declutr.adaptation.candidates import ORDER
+from declutr.adaptation.candidates import ORDER, cross_fitted
 from declutr.adaptation.config import LENGTHS
 from declutr.adaptation.job import _Adaptation
 from declutr.adaptation.paragraphs import Paragraphs
 from declutr.adaptation.passages import Passages
-from declutr.adaptation.scores import DISTANT, SENTENCES, STATISTICS, choose, judge
+from declutr.adaptation.scores import DISTANT, MIN_FOLDED, SENTENCES, STATISTICS, choose, judge
 from declutr.common import bootstrap
 from declutr.encoders.protocol import unit_rows
 
@@ -104,6 +104,25 @@ def test_a_gain_of_three_points_is_seen(documents, gain, least):
     halves = halves_of(DISTANT, documents, gain, 40, each=8)
     assert 2.5 < mean_gain(DISTANT, halves) < 3.5
     assert share_of_better(DISTANT, halves) >= least
+
+
+def folded(rng, documents, tilt):
+    """The start and the closed form on documents whose passages differ alike in all directions, or more in some."""
+    passages = passages_of(documents, 8)
+    topics = np.repeat(rng.normal(size=(documents, 32)), 8, axis=0)
+    rows = topics + 1.6 * rng.normal(size=topics.shape) * (1 + tilt * np.linspace(-1, 1, 32))
+    before, after, _ = cross_fitted(passages, SimpleNamespace(embed_ids=lambda _: rows))
+    return before, after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tilt", "repetitions", "least", "most"), [(0.0, 150, 0, 0.035), (0.8, 10, 1, 1)])
+def test_better_of_few_documents_is_said_as_rarely_where_folds_share_their_fits(tilt, repetitions, least, most):
+    outcomes = [
+        judge(*folded(np.random.default_rng(seed), MIN_FOLDED, tilt), DISTANT, seed, MIN_FOLDED).outcome
+        for seed in range(repetitions)
+    ]
+    assert least <= outcomes.count("better") / repetitions <= most
 
 
 class Planted(_Adaptation):

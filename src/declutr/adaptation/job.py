@@ -40,6 +40,7 @@ from declutr.adaptation.result import (
 from declutr.adaptation.scores import (
     DISTANT,
     MEANING,
+    MIN_FOLDED,
     PAIRS,
     SENTENCES,
     TestSet,
@@ -309,14 +310,17 @@ class _Adaptation:
         )
         if scorable < 10:
             nothing = Comparison(math.nan, math.nan, scorable, None)
-            return self._finish(Verdict("too few documents to tell", nothing), CLOSED, None, [], 1, [])
+            return self._finish(Verdict("too few documents to tell", nothing, MIN_FOLDED), CLOSED, None, [], 1, [])
         start, values, sums = cross_fitted(passages, self.start)
         seed = self.config.seed
-        rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
+        rows = [
+            Row.of(_START, "start", start, start, seed),
+            Row.of(CLOSED, "candidate", start, values, seed, MIN_FOLDED),
+        ]
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         # The fit whose five parts were judged, with the documents that each part left out.
         self.builder.make(CLOSED, self.start, 0, sums)
-        verdict = judge(start, values, DISTANT, seed)
+        verdict = judge(start, values, DISTANT, seed, MIN_FOLDED)
         return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [], _FITS)
 
     def _finish(

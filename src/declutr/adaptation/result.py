@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from declutr.adaptation.config import HELD_OUT, AdaptConfig
 from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared
-from declutr.common.bootstrap import Comparison
+from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.console.terminal import shorten
 from declutr.common.storage import write_json
 from declutr.encoders.transformer import TransformerEncoder
@@ -34,10 +34,12 @@ class Row:
     """Differences to the start, by measure."""
 
     @staticmethod
-    def of(name: str, kind: Kind, start: Values, values: Values, seed: int) -> "Row":
+    def of(name: str, kind: Kind, start: Values, values: Values, seed: int, min_rows: int = MIN_ROWS) -> "Row":
         """The row of these values, compared with the start's; a measure without a value is left out."""
         comparisons = {
-            measure: comparison for measure, comparison in compared(start, values, seed).items() if comparison.rows
+            measure: comparison
+            for measure, comparison in compared(start, values, seed, min_rows).items()
+            if comparison.rows
         }
         scores = {measure: comparison.after for measure, comparison in comparisons.items()}
         return Row(name, kind, scores, {} if kind == "start" else comparisons)

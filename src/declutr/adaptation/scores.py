@@ -149,13 +149,17 @@ def plain(values: Values) -> dict[str, list[float | None]]:
     return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
 
 
-def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
+MIN_FOLDED = 60
+"""Documents of an interval where each is scored by a fit without it (calibrated in tests/adaptation)."""
+
+
+def compared(before: Values, after: Values, seed: int, min_rows: int = MIN_ROWS) -> dict[str, Comparison]:
     """Differences of two candidates by measure; documents without headings or sentences are no rows of these."""
     comparisons = {}
     for name in (name for name in before if name in after):
         # a draw of others would have no score
         rows = before[name][:, 1] > 0 if name in (HEADINGS, SENTENCES) else slice(None)
-        comparisons[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
+        comparisons[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name], min_rows)
     return comparisons
 
 
@@ -199,6 +203,8 @@ class Verdict:
     """The verdict."""
     comparison: Comparison
     """Start and candidate by the primary measure."""
+    min_rows: int = MIN_ROWS
+    """Rows that an interval needs."""
 
     @property
     def rows_needed(self) -> int | None:
@@ -206,7 +212,7 @@ class Verdict:
         interval = self.comparison.interval
         if interval is None or self.comparison.few_changed:  # so few rows differ that the width says nothing of others
             return None
-        return max(MIN_ROWS, round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2))
+        return max(self.min_rows, round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2))
 
     def sentence(self, rows: str, least_tokens: int = 0) -> str:
         """The verdict with its figures.
@@ -218,7 +224,7 @@ class Verdict:
         comparison = self.comparison
         if comparison.interval is None:
             long = f" of {least_tokens} tokens or more" if least_tokens else ""
-            return f"{self.outcome}: {comparison.rows} test {rows}{long}, an interval needs at least {MIN_ROWS}"
+            return f"{self.outcome}: {comparison.rows} test {rows}{long}, an interval needs at least {self.min_rows}"
         low, high = (100 * end for end in comparison.interval)
         text = (
             f"{self.outcome}: {100 * comparison.before:.1f} before, {100 * comparison.after:.1f} after, difference "
@@ -232,11 +238,11 @@ class Verdict:
         return text
 
 
-def judge(before: Values, after: Values, primary: str, seed: int) -> Verdict:
+def judge(before: Values, after: Values, primary: str, seed: int, min_rows: int = MIN_ROWS) -> Verdict:
     """The verdict on a candidate against the start, by the primary measure."""
-    comparison = compare(before[primary], after[primary], seed, STATISTICS[primary])
-    if comparison.interval is None:
-        return Verdict("too few documents to tell", comparison)
-    if not comparison.measurable:
-        return Verdict("no measurable difference", comparison)
-    return Verdict("better" if comparison.difference > 0 else "worse", comparison)
+    comparison = compare(before[primary], after[primary], seed, STATISTICS[primary], min_rows)
+    outcome: Outcome = "too few documents to tell"
+    if comparison.interval is not None:
+        outcome = "better" if comparison.difference > 0 else "worse"
+        outcome = outcome if comparison.measurable else "no measurable difference"
+    return Verdict(outcome, comparison, min_rows)

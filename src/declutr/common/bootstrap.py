@@ -103,7 +103,7 @@ class Comparison:
     rows: int
     """Number of rows with both values."""
     interval: tuple[float, float] | None
-    """95% interval of the difference; None with fewer than `MIN_ROWS` rows."""
+    """95% interval of the difference; None with too few rows."""
     changed: int | None = None
     """Number of rows whose two values differ, if the score is their mean or share."""
 
@@ -139,7 +139,7 @@ class Comparison:
         return f"{text}: {judged}{few}"
 
 
-def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> Comparison:
+def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean, min_rows: int = MIN_ROWS) -> Comparison:
     """Compares two encoders by their values on the same rows.
 
     A row with a value that is missing (NaN) on either side is left out on both. A difference of means is not measurable
@@ -150,6 +150,7 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> 
         after: values of the second encoder for the same rows, in the same order.
         seed: of the draws.
         statistic: the score of rows of values.
+        min_rows: with fewer there is no interval.
 
     Raises:
         ValueError: the two do not have the same rows.
@@ -162,7 +163,7 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> 
     before, after = before[present], after[present]
     if not len(before):
         return Comparison(np.nan, np.nan, 0, None)
-    interval = paired_interval(before, after, seed, statistic=statistic) if len(before) >= MIN_ROWS else None
+    interval = paired_interval(before, after, seed, statistic=statistic) if len(before) >= min_rows else None
     differ = before != after
     changed = int((differ.any(axis=1) if differ.ndim > 1 else differ).sum()) if statistic in (mean, share) else None
     return Comparison(statistic(before), statistic(after), len(before), interval, changed)
