@@ -122,6 +122,9 @@ OTHERS = [
     (["prepare", "good.yaml", "corpus.paths=[table.csv]"], "table.csv: no column 'text'; found id, txet; did you mean"),
     (["prepare", "good.yaml", "corpus.text_field=[a, a]"], "a name is given twice"),
     (["embed", "hashed-words:4", "missing.txt", "--output", "x.npy"], "matches no file"),
+    (["search", "index", " "], "the query is empty"),
+    (["index", "file.txt", "--output", "x", "--weight", "2", "--lexical", "idf"], "--lexical, --weight: for hybrid"),
+    (["adapt", "owner/name", "file.txt", "--output", "x", "--pairs", "table.csv"], "columns are id, txet\n"),
     (["embed", "hashed-words:4", "odd.zzz", "--output", "x.npy"], "--format"),
     (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
     (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "workers = -1: "),
@@ -185,6 +188,7 @@ def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
         ["export", "good.yaml", "--to", "onnx", "--output", "out"],
         ["embed", "good.yaml", "twice.yaml", "--output", "out.npy"],
         ["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"],
+        ["adapt", "owner/name", "good.yaml", "--output", "out", "--pairs", "nothing.jsonl"],
     ]
     code = "import sys; from declutr.cli.main import main\n"
     code += f"for given in {commands!r}:\n    assert main(given) == 1, given\n"

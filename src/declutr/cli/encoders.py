@@ -10,6 +10,7 @@ from typing import Any
 from declutr.cli import FORMATS, ROLES, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import shorten
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand, listed, path_argument
 
 _SHOWN_CHARACTERS = 200
@@ -78,9 +79,15 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)
+    needless = [f"--{name}" for name in ("lexical", "weight", "pairs") if getattr(options, name) is not None]
+    if needless and not options.hybrid:
+        parser.error(f"{', '.join(needless)}: for hybrid indexes; add --hybrid")
     from declutr.embedding.note import read_note
+    from declutr.evaluation.retrieval.pairs import read_pairs
 
-    read_note(options.embeddings)  # its problems need not wait for torch
+    read_note(options.embeddings)  # its problems need not wait for torch, nor those of the pairs
+    if options.pairs is not None:
+        read_pairs(options.pairs)
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already")
     from declutr.embedding.build import SHARE, index, sentences
@@ -130,6 +137,8 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
+    if not all(query.strip() for query in options.query):
+        parser.error("the query is empty; give at least one word")
     from declutr.embedding.index import Searcher
 
     searcher = Searcher(options.index, model=options.model, weight=options.weight,
@@ -177,7 +186,9 @@ def run_adapt(arguments: list[str]) -> int:
     from declutr.common.config import load_config
 
     values = {name: value for name, value in options.items() if name in AdaptConfig.model_fields}
-    check_places(load_config(values, "adapt", AdaptConfig).located(), options["output"].absolute())
+    problems, _ = check_places(load_config(values, "adapt", AdaptConfig).located(), options["output"].absolute())
+    if problems:
+        raise UsageError("\n".join(problems))
     from declutr.adaptation.job import adapt  # loads torch and Ray, for which a wrong path need not wait
 
     result = adapt(**options)

@@ -174,7 +174,8 @@ def _score_pairs(options: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; the first that cannot be scored ends the command."""
     from declutr.evaluation.retrieval.pairs import read_test
 
-    test = read_test(options.pairs, options.documents)  # its problems need not wait for the encoders
+    hint = "; with --documents FILE, pairs may have `id` instead of `text`" if options.documents is None else ""
+    test = read_test(options.pairs, options.documents, hint)  # its problems need not wait for the encoders
     from declutr.encoders.protocol import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.lexicon import Lexicon

@@ -91,16 +91,17 @@ def _alike(texts: Sequence[str]) -> NDArray[np.int64]:
     return np.array([first.setdefault(" ".join(text.casefold().split()), place) for place, text in enumerate(texts)])
 
 
-def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
+def read_test(pairs: Path, documents: Path | None = None, hint: str = "") -> RetrievalTest:
     """Read pairs of `query` and `text`, or of `query` and `id` with the documents that have these ids.
 
     JSON Lines or CSV (.csv, .tsv) with a header. A query that occurs several times has several relevant texts. All
-    documents are searched, also those that no pair names; documents with the same text are one.
+    documents are searched, also those that no pair names; documents with the same text are one. `hint` ends an
+    error about a column.
 
     Raises:
         DataError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
     """
-    rows = read_pairs(pairs, ("text",) if documents is None else ("id",))[0]
+    rows = read_pairs(pairs, ("text",) if documents is None else ("id",), hint)[0]
     if documents is None:
         texts = list(dict.fromkeys(text for _, _, text in rows))
         number = {text: [place] for place, text in enumerate(texts)}
@@ -122,8 +123,8 @@ Pair = tuple[int, str, str]
 """Line, query, and text or id."""
 
 
-def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[Pair], str]:
-    """Read the pairs of a file, and the first of `keys` that it has as a column.
+def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id"), hint: str = "") -> tuple[list[Pair], str]:
+    """Read the pairs of a file, and the first of `keys` that it has as a column; `hint` ends the error if it has none.
 
     Raises:
         DataError: the file is missing, too large or damaged, or lacks a column.
@@ -135,8 +136,7 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[
     key = next((key for key in keys if key in names), keys[0])
     if missing := [name for name in ("query", key) if name not in names]:
         near = "".join(suggest(name, sorted(names)) for name in missing)
-        other = "; with --documents FILE, pairs may have `id` instead of `text`" if keys == ("text",) else ""
-        lacks = f"has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"
+        lacks = f"has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{hint}"
         raise DataError(f"--pairs {pairs}: {lacks}")
     return [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows], key
 
