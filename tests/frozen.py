@@ -266,10 +266,10 @@ def compute(checkout):
         def adapted():
             output = folder / "adapted"
             corpus = SHARED / "corpus" / "python-peps.jsonl.gz"
-            checkout.run("adapt", inputs / "encoder", corpus, "--steps", "69", "--output", output)
-            return digest(*sorted((output / "encoder").glob("*.safetensors")))
+            checkout.run("adapt", inputs / "encoder", corpus, "--steps", "0", "--output", output)
+            return digest(*sorted((output / "candidates" / "closed-form").glob("*.safetensors")))
 
-        yield "adapt on python-peps", adapted
+        yield "closed form on python-peps", adapted  # the training has other spans since
 
 
 def read_again(other, here):
