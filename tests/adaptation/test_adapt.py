@@ -350,6 +350,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"pairs": pairs}, ("--pairs", "different answers are left", "100", "240")),
         (encoder, "out", {"pairs": pairs, "train_on_pairs": True}, ("--pairs", "370")),
         (encoder, "out", {"train_on_pairs": True}, ("--train-on-pairs", "--pairs FILE")),
+        (encoder, "out", {"pairs": pairs, "train_on_pairs": True, "steps": 0}, ("--train-on-pairs", "--steps 0")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("40 tokens", "64", "longer texts")),

@@ -148,6 +148,8 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Retrieva
             problems.append(str(error))
     elif config.train_on_pairs:
         problems.append("--train-on-pairs: needs --pairs FILE")
+    if config.train_on_pairs and config.steps == 0:
+        problems.append("--train-on-pairs: --steps 0 trains nothing; remove one of them")
     if config.stsb is not None:
         try:
             if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:
