@@ -123,9 +123,10 @@ def place(
     length, queries = _scale(draws.anchor_lengths, shortest, longest), np.zeros(chosen.shape, np.bool_)
     if draws.kinds is not None:
         queries = draws.kinds < config.query_share
-        least, most = config.query_tokens
+        shortest_query, longest_query = config.query_tokens
         # of the share's uniforms, each divided by the share is uniform again
-        length = np.where(queries, least + _pick(draws.kinds / config.query_share, most - least + 1), length)
+        of_query = _pick(draws.kinds / config.query_share, longest_query - shortest_query + 1)
+        length = np.where(queries, shortest_query + of_query, length)
     start = chosen + _pick(draws.anchor_starts, room - length + 1)  # an anchor never crosses its window's end
     end = start + length
 
