@@ -210,3 +210,14 @@ def test_under_nohup_a_hangup_is_nothing():
 @pytest.mark.parametrize(("size", "seconds"), [(1, EVERY_SECONDS), (256, EVERY_SECONDS), (512, 1.0), (10_000, 2.0)])
 def test_period_grows_with_the_group_up_to_a_limit(size, seconds):
     assert period(size) == seconds
+
+
+def test_handlers_that_another_has_replaced_are_taken_over_again():
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a second session of Ray does
+        signals.take_over()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.wait(5)
+        assert signals.received == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) == before

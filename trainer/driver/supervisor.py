@@ -73,9 +73,13 @@ class Signals:
             self._before = {number: signal.getsignal(number) for number in _NUMBERS}
             if self._before[signal.SIGHUP] == signal.SIG_IGN:
                 del self._before[signal.SIGHUP]
-            for number in self._before:
-                signal.signal(number, self._take)
+            self.take_over()
         return self
+
+    def take_over(self) -> None:
+        """Sets the handlers again: a second session of Ray replaces that of SIGTERM, whatever thread starts it."""
+        for number in self._before:
+            signal.signal(number, self._take)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -178,6 +182,7 @@ class Supervisor:
         try:
             wait_seconds = _HEAD_SECONDS if self.restarts else 0.0
             start_ray(self.scaling.num_cpus, self.scaling.address, wait_seconds)
+            self.signals.take_over()
         except Exception as error:  # Ray raises a bare Exception, for example on a busy machine
             ray.shutdown()
             why, account = str(error), "".join(traceback.format_exception(error))
