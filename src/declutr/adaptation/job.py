@@ -161,9 +161,8 @@ class _Adaptation:
 
     @cached_property
     def builder(self) -> CandidateBuilder:
-        folders = self.output / "data", self.output / "candidates"
         trained = prepared_pairs(self.config, self.pairs, self.output, self.address) if self.pairs else None
-        return CandidateBuilder(self.config, *folders, self.address, trained)
+        return CandidateBuilder(self.config, self.output / "data", self.output / "candidates", self.address, trained)
 
     @cached_property
     def preparation(self) -> PipelineConfig:
@@ -182,11 +181,10 @@ class _Adaptation:
 
     def run(self) -> Result:
         self._say("preparing the corpus")
-        prepared = self.preparation
         if self.state.start is None:  # else an earlier start has prepared it
-            check_lengths(prepared, self.start.tokenizer)
+            check_lengths(self.preparation, self.start.tokenizer)
         with own_words():
-            manifest = prepare(prepared)
+            manifest = prepare(self.preparation)
         self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
         if self.sets["test"].num_rows(self.primary) < MIN_ROWS:
