@@ -93,7 +93,7 @@ PURPOSES = {
     "adaptation pairs", "adaptation split", "branch", "choosing half", "collapse", "corpus", "crop {view}",
     "difficult texts", "dropout", "frontend", "hashed-words", "held-out", "label {label}", "map", "mask {view}",
     "mixup", "mlm", "objective", "order", "paired bootstrap", "projection", "report", "scl", "share of the corpus",
-    "spans", "text", "weights",
+    "spans", "text", "weights", "{purpose}, kinds",
 }  # fmt: skip
 
 
