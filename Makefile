@@ -59,9 +59,9 @@ test-fast: setup ## tests of less than two seconds, without Ray and process grou
 chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## four of the faults in one run: about 5 minutes on 2 CPU cores
-	$(BIN)/python -m benchmarks.chaos --together --steps 240 --patience 3 --json runs/chaos-short.json \
-		--only worker_hung worker_killed_while_saving controller_killed driver_killed
+chaos-short: setup ## five of the faults in one run: about 5 minutes on 2 CPU cores
+	$(BIN)/python -m benchmarks.chaos --together --steps 300 --patience 3 --json runs/chaos-short.json \
+		--only worker_hung worker_killed_while_saving controller_killed driver_terminated driver_killed
 
 frozen: setup ## compare weights, shards, scores and adaptations with those of cb156041 on this machine: 20 minutes
 	@$(PIP) usearch==2.26.6 # cb156041 imports it, this checkout does not

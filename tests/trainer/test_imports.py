@@ -31,7 +31,11 @@ def test_one_file_uses_names_of_torch_that_are_not_public():
 
 def test_the_installed_torch_has_them():
     # Small integers: their sums are exact in bfloat16, whatever the order of the additions.
-    weight, inputs, bias = torch.arange(24.0).reshape(6, 4) - 12, torch.arange(12.0).reshape(3, 4) - 6, torch.arange(6.0)
+    weight, inputs, bias = (
+        torch.arange(24.0).reshape(6, 4) - 12,
+        torch.arange(12.0).reshape(3, 4) - 6,
+        torch.arange(6.0),
+    )
     many, step = [torch.full((2,), 3.0)], torch.full((), 1.0)
     moments = [[torch.zeros(2)], [torch.zeros(2)]]
     settings = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 0.0}
