@@ -48,6 +48,7 @@ SETTINGS = [
     (["run=$NOT_SET/x"], "$NOT_SET is not set"),
     (["run=shards"], "holds prepared shards"),
     (["run=point"], "holds a checkpoint"),
+    (["run=docs"], "not a run; name a new folder"),
     (["data=none"], ("data = none", "run `prepare`")),
     (["data=file.txt"], "is a file; name the folder of the shards"),
     (["data=shards"], "is not a manifest of this version"),

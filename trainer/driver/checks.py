@@ -6,8 +6,10 @@ from typing import Any
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, ShardError, UsageError, suggest
 from declutr.common.hub import looks_like_a_path
+from declutr.common.lock import LOCK
 from declutr.common.paths import expand, folder_problem
 from declutr.common.stores.address import is_remote
 from declutr.pipeline.shards.content import MEDIA_KINDS
@@ -16,14 +18,16 @@ from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.corpora import corpora_problems
-from declutr.trainer.driver.continuation import device_problem, other_shards, run_problems
+from declutr.trainer.driver.continuation import FAILURES, SECONDS, device_problem, other_shards, run_problems
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.loggers import missing_wandb
 from declutr.trainer.objectives.registry import BROKEN, KINDS
-from declutr.trainer.run import RunPlan, data_folder
+from declutr.trainer.run import DEVICE, RESUME_SETTINGS, RunPlan, data_folder
 
 _OFTEN = 0.1  # of the batches
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
+_OF_A_RUN = {"config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, LOCK, CHECKPOINTS}  # also of one just begun
+_OF_A_COMMAND = (".err", ".log", ".out", ".sh", ".yaml", ".yml")  # users put its settings and output into the run
 
 
 def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
@@ -202,6 +206,12 @@ def _run_problem(name: str) -> str | None:
     for file, what in _NOT_A_RUN.items():
         if (folder / file).is_file():
             return f"holds {what}; name another folder"
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    others = sorted(
+        name for name in names if not name.startswith((".", "lost+found")) and not name.endswith(_OF_A_COMMAND)
+    )
+    if others and not names & _OF_A_RUN:
+        return f"holds {excerpt(others)}, not a run; name a new folder"
     return folder_problem(folder)
 
 
