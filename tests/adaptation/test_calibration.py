@@ -26,7 +26,7 @@ SIZE, NOISE = 12, 0.75
 def passages_of(documents, each):
     owners = np.repeat(np.arange(documents), each)
     starts = np.tile(LENGTHS.far * np.arange(each), documents)
-    return Passages([], [], owners, starts, [], np.empty(0, np.int64), documents)
+    return Passages([], [], owners, starts, starts + LENGTHS.passage, [], np.empty(0, np.int64), documents)
 
 
 def measured(rng, measure, documents, gain, each):

@@ -87,7 +87,7 @@ def drawn(counts, seed=0):
     owners = np.repeat(np.arange(len(counts)), counts)
     starts = np.concatenate([np.arange(count) * 80 for count in counts])
     targets = rng.integers(0, len(counts), 12)
-    passages = Passages(["a"] * len(owners), [], owners, starts, ["q"] * 12, targets, len(counts))
+    passages = Passages(["a"] * len(owners), [], owners, starts, starts + 62, ["q"] * 12, targets, len(counts))
     return passages, rng.normal(size=(len(owners), len(owners))).round(1), rng.normal(size=(12, len(owners))).round(1)
 
 
@@ -122,6 +122,25 @@ def test_make_passages_of_fewer_than_256_tokens_has_no_distant_pair(tokenizer, w
     assert (windows * 64 >= LENGTHS.long) is scorable
     scores = np.eye(len(made.texts), dtype=np.float32)
     assert np.isnan(made.distant(scores)[0]) == (not scorable)
+
+
+def test_own_passages_are_cut_to_what_is_read_and_apart_if_96_tokens_are_between_them(tokenizer, caplog):
+    words = text(400, 0).split()
+    sizes = [20, 150, 50, 5, 90]
+    own = [" ".join(words[sum(sizes[:number]) : sum(sizes[: number + 1])]) for number in range(len(sizes))]
+    tokens = [len(tokenizer(passage, add_special_tokens=False)["input_ids"]) for passage in own]
+    body = "\n\n".join(own)
+    made = make_passages([body], tokenizer, lengths=Lengths(100), own={body: own})
+    assert made.texts == own
+    assert [len(ids) - 2 for ids in made.ids] == [min(count, 100) for count in tokens]
+    assert (made.ends - made.starts).tolist() == tokens
+    assert not made.queries
+    between = [[sum(tokens[min(a, b) + 1 : max(a, b)]) for b in range(5)] for a in range(5)]
+    rows = np.arange(5)
+    assert np.array_equal(made.apart(rows[:, None], rows), np.array(between) >= 96)
+    longer = sum(count > 100 for count in tokens)
+    assert f"{longer} of 5 passages" in caplog.text
+    assert longer
 
 
 def test_longer_passages_are_as_long_and_far_as_they_say(tokenizer):

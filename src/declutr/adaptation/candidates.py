@@ -316,6 +316,5 @@ def _of_documents(passages: Passages, documents: np.ndarray) -> Passages:
     """The passages of some documents, numbered from 0."""
     inside = np.isin(passages.owners, documents)
     owners = np.searchsorted(documents, passages.owners[inside])
-    return Passages(
-        [], [], owners, passages.starts[inside], [], np.empty(0, np.int64), len(documents), passages.lengths
-    )
+    at = passages.starts[inside], passages.ends[inside]
+    return Passages([], [], owners, *at, [], np.empty(0, np.int64), len(documents))

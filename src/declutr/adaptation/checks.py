@@ -1,22 +1,24 @@
 """Checks of an adaptation before any work, in the words of the command's options."""
 
 import glob
+import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from declutr.adaptation.config import ENCODER, PAIRS_DATA, PAIRS_FILE, REPORT, STATE, AdaptConfig
+from declutr.adaptation.config import DOCUMENTS, ENCODER, PAIRS_DATA, PAIRS_FILE, REPORT, STATE, AdaptConfig
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
 from declutr.common.paths import expand, folder_problem
+from declutr.common.storage import write_text
 from declutr.encoders.protocol import missing, no_encoder
-from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_test
+from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.units import plan_units, read_unit
@@ -25,7 +27,7 @@ from declutr.pipeline.shards.ledger import Counts
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
-_OWN = {"data", PAIRS_FILE, PAIRS_DATA, "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
+_OWN = {"data", DOCUMENTS, PAIRS_FILE, PAIRS_DATA, "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
 """Names that an adaptation writes to its folder, beside its state."""
 _ANSWERS = {2: 240, 3: 370}
 """Different answers of which each half, or each third, has 100 in 99% of the draws."""
@@ -125,13 +127,26 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
             yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
 
 
-def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], RetrievalTest | None]:
-    """Problems of the files of pairs, and the user's pairs; loads neither torch nor Ray.
+class Inputs(NamedTuple):
+    """What the user's own files hold."""
+
+    pairs: RetrievalTest | None = None
+    passages: dict[str, list[str]] | None = None
+    """By the text of their document."""
+
+
+def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
+    """Problems of the user's own files, and what they hold; loads neither torch nor Ray.
 
     Raises:
         UsageError: encoder, corpus or output cannot be there; with the problems of the files.
     """
-    places, problems, pairs = [*_place_problems(config, output)], list[str](), None
+    places, problems, pairs, passages = [*_place_problems(config, output)], list[str](), None, None
+    if config.passages is not None:
+        try:
+            passages = read_passages(expand(config.passages))
+        except DataError as error:
+            places.append(str(error))
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
@@ -158,20 +173,26 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Retrieva
             problems.append(f"--stsb: {error}")
     if places:  # the corpus is read with the encoder's tokenizer
         raise UsageError("\n".join([*places, *problems]))
-    return problems, pairs
+    return problems, Inputs(pairs, passages)
 
 
-def checked(config: AdaptConfig, output: Path, address: str | None) -> RetrievalTest | None:
-    """The user's pairs.
+def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
+    """What the user's own files hold; documents joined of passages are written to the output folder.
 
     Raises:
         UsageError: all problems of encoder, corpus and files that can be found before any work.
     """
-    problems, pairs = check_places(config, output)
+    problems, inputs = check_places(config, output)
+    if inputs.passages is not None:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in inputs.passages)
+        path = output / DOCUMENTS
+        if not path.is_file() or path.read_text(encoding="utf-8") != lines:  # `prepare` refuses one of another time
+            output.mkdir(parents=True, exist_ok=True)
+            write_text(path, lines)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
 
     with own_words():  # it warns of files that are not read
         preparation = preparation_problems(config.prepare_config(output / "data", address))
     if problems := [*map(as_options, preparation), *problems]:
         raise UsageError("\n".join(problems))
-    return pairs
+    return inputs

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from declutr.common.config import Strict
 from declutr.common.errors import UsageError
@@ -30,6 +30,10 @@ STATE = "state.json"
 ENCODER, REPORT = "encoder", "report.html"
 PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
 """Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
+DOCUMENTS = "documents.jsonl"
+"""Name of the documents of `--passages` in the output folder."""
+APART = 96  # `min_distance_tokens` of configs/adapt.yaml
+"""Tokens between two passages of which one must find the other."""
 _SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "adapt.yaml"
 
 
@@ -47,8 +51,8 @@ class Lengths:
 
     @property
     def far(self) -> int:
-        """Between the starts of two passages of which one must find the other (`min_distance_tokens` between them)."""
-        return self.passage + 96
+        """Between the starts of two passages of which one must find the other."""
+        return self.passage + APART
 
     @property
     def long(self) -> int:
@@ -65,8 +69,10 @@ class AdaptConfig(Strict):
 
     encoder: str
     """Folder or name of the encoder to start from."""
-    corpus: list[str] = Field(min_length=1)
+    corpus: list[str] = Field(default_factory=list)
     """Files, folders or globs of documents."""
+    passages: str | None = None
+    """Own passages in place of a corpus, of which `document` names the document: they choose and judge as they are."""
     format: Choice = "auto"
     """Format of the corpus, as `corpus.format` of `prepare`."""
     text_field: list[str] = Field(default=["text"], min_length=1)
@@ -91,6 +97,12 @@ class AdaptConfig(Strict):
     trust_remote_code: bool = False
     """Run Python code that comes with the encoder. Only for encoders you trust."""
 
+    @model_validator(mode="after")
+    def _check_documents(self) -> "AdaptConfig":
+        if bool(self.corpus) == bool(self.passages):
+            raise ValueError("name files or folders of documents (CORPUS), or --passages FILE, one of the two")
+        return self
+
     @property
     def lengths(self) -> Lengths:
         """Tokens of passages."""
@@ -106,7 +118,11 @@ class AdaptConfig(Strict):
         def absolute(path: str | None) -> str | None:
             return path and str(expand(path).absolute())
 
-        places: dict[str, Any] = {"pairs": absolute(self.pairs), "stsb": absolute(self.stsb)}
+        places: dict[str, Any] = {
+            "pairs": absolute(self.pairs),
+            "stsb": absolute(self.stsb),
+            "passages": absolute(self.passages),
+        }
         places["corpus"] = [path if "://" in path else absolute(path) for path in self.corpus]
         if expand(self.encoder).is_dir():  # else it is a name at the hub
             places["encoder"] = absolute(self.encoder)
@@ -115,9 +131,12 @@ class AdaptConfig(Strict):
     def prepare_config(self, output: Path, address: str | None = None) -> PipelineConfig:
         """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
         field = self.text_field[0] if len(self.text_field) == 1 else self.text_field
+        corpus = {"paths": self.corpus, "format": self.format, "text_field": field}
+        if self.passages is not None:
+            corpus = {"paths": [str(output.parent / DOCUMENTS)]}
         settings = read_yaml_file(_SETTINGS)["prepare"] | {
             "output": str(output),
-            "corpus": {"kind": "files", "paths": self.corpus, "format": self.format, "text_field": field},
+            "corpus": {"kind": "files"} | corpus,
             "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
             "validation_fraction": HELD_OUT,  # half of it chooses, half reports
             "session": {"address": address},

@@ -24,15 +24,26 @@ from declutr.adaptation.candidates import (
     prepared_pairs,
     steps_within,
 )
-from declutr.adaptation.checks import check_lengths, checked, own_words
-from declutr.adaptation.config import BATCH_DOCUMENTS, ENCODER, LENGTHS, REPORT, AdaptConfig, State, opened
+from declutr.adaptation.checks import Inputs, check_lengths, checked, own_words
+from declutr.adaptation.config import (
+    APART,
+    BATCH_DOCUMENTS,
+    ENCODER,
+    LENGTHS,
+    REPORT,
+    AdaptConfig,
+    Lengths,
+    State,
+    opened,
+)
 from declutr.adaptation.paragraphs import paragraph_pairs
-from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
+from declutr.adaptation.passages import F64, Passages, Split, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import (
     Result,
     Row,
     SearchExample,
     adapted_card,
+    lost_in_general,
     search_examples,
     write_adaptation_page,
     write_result,
@@ -49,10 +60,9 @@ from declutr.adaptation.scores import (
     choose,
     compared,
     judge,
-    moved,
     plain,
 )
-from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
+from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError, missing_extra
@@ -61,7 +71,7 @@ from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from declutr.encoders.protocol import role_prompts
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import IDF, stsb_values
+from declutr.evaluation.retrieval.compare import IDF
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import summary
@@ -72,6 +82,7 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.model.language_model import prompt_ids
 
+_OWN_LONG = f"with two passages that are {APART} tokens apart"
 _START, _START_IDF = "start", f"start + {IDF}"
 _TIMED_PASSAGES = 512
 _FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
@@ -92,11 +103,11 @@ def adapt(
 
     Args:
         encoder: folder or name of the encoder to start from, a transformer that reads 64 tokens or more.
-        corpus: files, folders or globs of documents.
+        corpus: files, folders or globs of documents; none with `passages`.
         output: folder of everything that is made.
         address: of a Ray cluster.
-        settings: the others of `AdaptConfig`: format, text_field, pairs, train_on_pairs, stsb, passage_tokens, minutes,
-            steps, seed, private, trust_remote_code.
+        settings: the others of `AdaptConfig`: passages, format, text_field, pairs, train_on_pairs, stsb,
+            passage_tokens, minutes, steps, seed, private, trust_remote_code.
 
     Returns:
         The verdict, the table of scores with 95% intervals, and the folder of the encoder (None if it is not better).
@@ -114,10 +125,10 @@ def adapt(
     """
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
     config, output = load_config(values, "adapt", AdaptConfig).located(), expand(str(output)).absolute()
-    pairs = checked(config, output, address)
     try:
+        inputs = checked(config, output, address)
         output.mkdir(parents=True, exist_ok=True)
-        return _adapt(config, output, address, pairs)
+        return _adapt(config, output, address, inputs)
     except (OSError, SafetensorError) as error:  # a full disk, or storage that is not reachable
         if isinstance(error, SafetensorError) and "I/O error" not in str(error):
             raise  # damage has messages of its own
@@ -126,7 +137,7 @@ def adapt(
         ) from error
 
 
-def _adapt(config: AdaptConfig, output: Path, address: str | None, pairs: RetrievalTest | None) -> Result:
+def _adapt(config: AdaptConfig, output: Path, address: str | None, inputs: Inputs) -> Result:
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
         start = load_transformer(config.encoder, config.trust_remote_code)
@@ -145,7 +156,7 @@ def _adapt(config: AdaptConfig, output: Path, address: str | None, pairs: Retrie
                 "its tokenizer.json"
             )
         state.check(start.fingerprint)  # candidates in the folder are of this encoder
-        return _Adaptation(config, output, address, state, start, pairs).run()
+        return _Adaptation(config, output, address, state, start, *inputs).run()
 
 
 @dataclass
@@ -158,6 +169,7 @@ class _Adaptation:
     state: State
     start: TransformerEncoder
     pairs: RetrievalTest | None
+    own: dict[str, list[str]] | None = None
 
     @cached_property
     def builder(self) -> CandidateBuilder:
@@ -196,21 +208,28 @@ class _Adaptation:
     def sets(self) -> dict[Split, TestSet]:
         """What is scored of each half of the documents that are not trained on."""
         recalls: dict[str, list[F64]] = {}
-        tokenizer, prompt = self.start.tokenizer, document_prompt(self.start)
         documents = held_out_documents(
             self.preparation.corpus, self.output / "data", self.config.seed, self.config.lengths
         )
-        paragraphs = paragraph_pairs(documents, tokenizer, self.config.passage_tokens)
+        paragraphs = paragraph_pairs(documents, self.start.tokenizer, self.scored_lengths.passage, self.own)
         return {
-            split: TestSet(
-                make_passages(split_documents, tokenizer, prompt, self.config.lengths),
-                self.pairs,
-                self._places(split),
-                recalls,
-                paragraphs[split],
-            )
+            split: TestSet(self._passages(split_documents), self.pairs, self._places(split), recalls, paragraphs[split])
             for split, split_documents in documents.items()
         }
+
+    @cached_property
+    def scored_lengths(self) -> Lengths:
+        """Tokens of the passages that are scored: the user's own are read as far as the encoder reads."""
+        if self.own is None:
+            return self.config.lengths
+        specials = self.start.tokenizer.num_special_tokens_to_add()
+        return Lengths(
+            self.start.max_tokens - specials - len(prompt_ids(self.start.tokenizer, document_prompt(self.start)))
+        )
+
+    def _passages(self, documents: Sequence[str]) -> Passages:
+        start, lengths = self.start, self.scored_lengths
+        return make_passages(documents, start.tokenizer, document_prompt(start), lengths, self.own)
 
     def _places(self, part: Part) -> NDArray[np.int64]:
         """Numbers of the user's queries of a part."""
@@ -298,13 +317,13 @@ class _Adaptation:
     def _few(self) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
         documents = all_documents(self.preparation.corpus, self.output / "data", self.config.lengths)
-        passages = make_passages(documents, self.start.tokenizer, document_prompt(self.start), self.config.lengths)
+        passages = self._passages(documents)
         scorable = int(passages.scorable.sum())
         get_logger().warning(
-            "%d documents of %d tokens or more, without headings: too few for a test of their own, so the closed form "
-            "is scored by five fits, each on four fifths of the documents",
+            "%d documents %s: too few for a test of their own, so the closed form is scored by five fits, each on four "
+            "fifths of the documents",
             scorable,
-            self.config.lengths.long,
+            f"of {self.config.lengths.long} tokens or more, without headings" if self.own is None else _OWN_LONG,
         )
         if scorable < 10:
             nothing = Comparison(math.nan, math.nan, scorable, None)
@@ -332,12 +351,14 @@ class _Adaptation:
         fits: str = "",
     ) -> Result:
         """Writes the result, the page and, if it is better, the encoder; `fits` says how far it is the judged one."""
-        stsb, general = self._general(encoder)
+        stsb, general = lost_in_general(self.start, encoder, self.config)
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
         kept, steps = load_manifest(self.output / "data").totals["kept"], self.state.steps or 0
-        figures = verdict.sentence(self.rows, self.config.lengths.long if self.primary == DISTANT else 0)
+        figures = verdict.sentence(
+            self.rows, self.config.lengths.long if self.primary == DISTANT and self.own is None else 0
+        )
         result = Result(
             verdict=verdict,
             sentence=f"{figures} ({chosen}; {self.primary} recall@1{fits})",
@@ -365,22 +386,6 @@ class _Adaptation:
         else:
             write_adaptation_page(result, page)
         return result
-
-    def _general(self, encoder: TransformerEncoder | None) -> tuple[Comparison | None, str]:
-        """Loss of the candidate on general sentences, with its words."""
-        if encoder is None:
-            return None, ""
-        if self.config.stsb is None:
-            sentence = f"Cosines of general sentences moved by {moved(self.start, encoder):.3f} on average"
-            return None, f"{sentence} (--stsb FOLDER measures STS-B)"
-        before, after = (stsb_values(model, expand(self.config.stsb)) for model in (self.start, encoder))
-        comparison = compare(before, after, self.config.seed, spearman)
-        assert comparison.interval is not None
-        low, high = (100 * end for end in comparison.interval)
-        return comparison, (
-            f"STS-B test: {100 * comparison.before:.2f} before, {100 * comparison.after:.2f} after, difference "
-            f"{100 * comparison.difference:+.2f} (95% interval {low:+.2f} to {high:+.2f})"
-        )
 
     def _scored(self, test: TestSet, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""

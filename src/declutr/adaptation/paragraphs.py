@@ -66,7 +66,10 @@ def uncut_engine(tokenizer: Any) -> Tokenizer:
 
 
 def paragraph_pairs(
-    splits: Mapping[T, Sequence[str]], tokenizer: Any, passage_tokens: int = LENGTHS.passage
+    splits: Mapping[T, Sequence[str]],
+    tokenizer: Any,
+    passage_tokens: int = LENGTHS.passage,
+    own: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[T, Paragraphs]:
     """Of each split at most four pairs of a document, spread over it, whose answers are cut to a passage's length.
 
@@ -76,6 +79,7 @@ def paragraph_pairs(
         splits: texts of documents with line breaks, by split.
         tokenizer: of transformers.
         passage_tokens: most tokens of an answer.
+        own: passages by the text of their document, which take the place of paragraphs.
     """
     engine = uncut_engine(tokenizer)
 
@@ -91,7 +95,10 @@ def paragraph_pairs(
         owners = np.array([owner for *_, owner in rows], np.int64)
         return Paragraphs([row[0] for row in rows], [cut(row[1]) for row in rows], owners, len(documents))
 
-    taken = {split: [_pairs(text) for text in documents] for split, documents in splits.items()}
+    taken = {
+        split: [_pairs(_BLANK_LINES.split(text) if own is None else own[text]) for text in documents]
+        for split, documents in splits.items()
+    }
     kinds = [{split: _own([pairs[kind] for pairs in rows]) for split, rows in taken.items()} for kind in range(2)]
     asked = min(sum(map(bool, documents)) for documents in kinds[0].values()) >= MIN_ROWS
     return {split: spread(documents) for split, documents in kinds[0 if asked else 1].items()}
@@ -104,9 +111,9 @@ def _own(documents: Sequence[list[Pair]]) -> list[list[Pair]]:
     return [[pair for pair in pairs if queries[pair[0].lower()] == answers[pair[1]] == 1] for pairs in documents]
 
 
-def _pairs(text: str) -> tuple[list[Pair], list[Pair]]:
+def _pairs(paragraphs: Sequence[str]) -> tuple[list[Pair], list[Pair]]:
     """Questions with what follows them, and first sentences of paragraphs with the rest, of a document."""
-    blocks = [" ".join(block.split()) for block in _BLANK_LINES.split(text)]
+    blocks = [" ".join(block.split()) for block in paragraphs]
     questions, firsts = [], []
     for block, following in zip(blocks, [*blocks[1:], ""], strict=True):
         first, *others = _SENTENCE_END.split(block.lstrip("# "))

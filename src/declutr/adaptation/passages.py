@@ -7,7 +7,7 @@ Legend: n documents, P passages of all of them, Q queries.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from declutr.adaptation.config import LENGTHS, Lengths
+from declutr.adaptation.config import APART, LENGTHS, Lengths
 from declutr.adaptation.paragraphs import uncut_engine
 from declutr.common import seeding
+from declutr.common.console.logs import get_logger
 from declutr.common.words import num_words
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import Corpus, plan_units, read_unit
@@ -118,23 +120,28 @@ class Passages:
     owners: NDArray[np.int64]
     """`(P,)` number of the document of each, ascending."""
     starts: NDArray[np.int64]
-    """`(P,)` token at which each starts."""
+    """`(P,)` token of its document at which each starts."""
+    ends: NDArray[np.int64]
+    """`(P,)` token behind the last of each."""
     queries: list[str]
     """Q headings; no passage contains them."""
     targets: NDArray[np.int64]
     """`(Q,)` number of the document of each heading."""
     num_documents: int
     """N."""
-    lengths: Lengths = LENGTHS
-    """Tokens of passages."""
+
+    def apart(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether at least 96 tokens are between two passages of a document; nearer ones share words."""
+        gap = np.maximum(self.starts[second] - self.ends[first], self.starts[first] - self.ends[second])
+        far: NDArray[np.bool_] = gap >= APART
+        return far
 
     @cached_property
     def scorable(self) -> NDArray[np.bool_]:
         """`(n,)` true for a document with two passages at least 96 tokens apart, which alone `distant` scores."""
         ends = np.cumsum(np.bincount(self.owners, minlength=self.num_documents))
         firsts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
-        far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= self.lengths.far
-        return far
+        return self.apart(firsts, ends - 1)
 
     def distant(self, scores: F32) -> F64:
         """`(n,)` recall@1 of passages that search another one of their document, NaN without a distant pair.
@@ -150,7 +157,7 @@ class Passages:
         for place in range(_PASSAGES):  # relative to the length of every document
             gallery = np.cumsum(counts) - counts + place * counts // _PASSAGES
             own = gallery[self.owners]
-            far = np.abs(self.starts[own] - self.starts) >= self.lengths.far  # nearer passages share words
+            far = self.apart(np.arange(len(own)), own)
             table = scores[:, gallery]
             best = ahead(table, scores[np.arange(len(own)), own], tie=1.0) == 1  # else one point for all scores 1
             np.add.at(hits, self.owners, best & far)
@@ -177,8 +184,14 @@ class Passages:
         return counts
 
 
-def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "", lengths: Lengths = LENGTHS) -> Passages:
-    """Cuts documents into at most 8 passages, spread evenly, after their headings were taken out.
+def make_passages(
+    documents: Sequence[str],
+    tokenizer: Any,
+    prompt: str = "",
+    lengths: Lengths = LENGTHS,
+    own: Mapping[str, Sequence[str]] | None = None,
+) -> Passages:
+    """Takes at most 8 passages of each document, spread evenly, after its headings were taken out.
 
     Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
     those of several documents, such as "Introduction", and those of one word are left out.
@@ -187,9 +200,10 @@ def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "", le
         documents: their texts.
         tokenizer: of transformers.
         prompt: text before each passage, whose tokens are further ones.
-        lengths: tokens of passages.
+        lengths: tokens of passages; those of `own` are cut to this length.
+        own: passages by the text of their document, which keep their headings; None: documents are cut.
     """
-    parts = [_headings(text) for text in documents]
+    parts = [_headings(text) if own is None else ([], text) for text in documents]
     # a set: a heading that one document repeats still names it alone
     common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
     engine = uncut_engine(tokenizer)  # passages are cut here, from the whole document
@@ -197,27 +211,55 @@ def make_passages(documents: Sequence[str], tokenizer: Any, prompt: str = "", le
     places = [place for place, special in enumerate(example.special_tokens_mask) if not special]
     before, after = example.ids[: places[0]], example.ids[places[-1] + 1 :]
     before += prompt_ids(tokenizer, prompt)
-    texts, ids, owners, starts, queries, targets = [], [], [], [], [], []
-    number = 0
+    texts, ids, owners, starts, ends, queries, targets = [], [], [], [], [], [], []
+    number = cut = 0
     for headings, body in parts:
-        encoded = engine.encode(body, add_special_tokens=False)
-        windows = np.arange(len(encoded.ids) // lengths.window) * lengths.window
-        if len(windows) < 2:
+        pieces = _cut(engine, body, lengths) if own is None else _own_pieces(engine, own[body])
+        if len(pieces) < 2:
             continue
-        # unique: of fewer windows than passages, some would be taken twice
-        chosen = windows[np.unique(np.linspace(0, len(windows) - 1, _PASSAGES).round().astype(np.int64))]
-        for start in chosen.tolist():
-            end = start + lengths.passage
-            ids.append([*before, *encoded.ids[start:end], *after])
-            texts.append(body[encoded.offsets[start][0] : encoded.offsets[end - 1][1]])
+        # unique: of fewer pieces than passages, some would be taken twice
+        chosen = np.unique(np.linspace(0, len(pieces) - 1, _PASSAGES).round().astype(np.int64))
+        for start, tokens, text in (pieces[place] for place in chosen.tolist()):
+            ids.append([*before, *tokens[: lengths.passage], *after])
+            cut += len(tokens) > lengths.passage
+            texts.append(text)
             owners.append(number)
             starts.append(start)
-        own = [heading for heading in dict.fromkeys(headings) if common[heading.lower()] == 1]  # else two answers
-        queries += own[:_MOST_HEADINGS]
-        targets += [number] * len(own[:_MOST_HEADINGS])
+            ends.append(start + len(tokens))
+        naming = [heading for heading in dict.fromkeys(headings) if common[heading.lower()] == 1]  # else two answers
+        queries += naming[:_MOST_HEADINGS]
+        targets += [number] * len(naming[:_MOST_HEADINGS])
         number += 1
-    at = np.array(owners, np.int64), np.array(starts, np.int64)
-    return Passages(texts, ids, *at, queries, np.array(targets, np.int64), number, lengths)
+    if cut:
+        get_logger().warning(
+            "%d of %d passages that are scored have more than %d tokens: their ends are not read",
+            cut, len(ids), lengths.passage,
+        )  # fmt: skip
+    at = (np.array(values, np.int64) for values in (owners, starts, ends))
+    return Passages(texts, ids, *at, queries, np.array(targets, np.int64), number)
+
+
+Piece = tuple[int, list[int], str]
+"""First token in its document, tokens, and text."""
+
+
+def _cut(engine: Tokenizer, body: str, lengths: Lengths) -> list[Piece]:
+    """The beginnings of a document's windows."""
+    encoded = engine.encode(body, add_special_tokens=False)
+    return [
+        (start, encoded.ids[start:end], body[encoded.offsets[start][0] : encoded.offsets[end - 1][1]])
+        for start in (lengths.window * number for number in range(len(encoded.ids) // lengths.window))
+        for end in (start + lengths.passage,)
+    ]
+
+
+def _own_pieces(engine: Tokenizer, passages: Sequence[str]) -> list[Piece]:
+    """The user's passages of a document."""
+    pieces, start = list[Piece](), 0
+    for passage, encoded in zip(passages, engine.encode_batch(list(passages), add_special_tokens=False), strict=True):
+        pieces.append((start, encoded.ids, passage))
+        start += len(encoded.ids)
+    return pieces
 
 
 def _headings(text: str) -> tuple[list[str], str]:

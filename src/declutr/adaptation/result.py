@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.config import HELD_OUT, AdaptConfig
-from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared
-from declutr.common.bootstrap import MIN_ROWS, Comparison
+from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared, moved
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.console.terminal import shorten
+from declutr.common.paths import expand
 from declutr.common.storage import write_json
 from declutr.encoders.transformer import TransformerEncoder
+from declutr.evaluation.retrieval.compare import stsb_values
 from declutr.report.page import write_page
 from declutr.trainer.driver.model_card import Card, called
 
@@ -43,6 +45,25 @@ class Row:
         }
         scores = {measure: comparison.after for measure, comparison in comparisons.items()}
         return Row(name, kind, scores, {} if kind == "start" else comparisons)
+
+
+def lost_in_general(
+    start: TransformerEncoder, encoder: TransformerEncoder | None, config: AdaptConfig
+) -> tuple[Comparison | None, str]:
+    """Difference of the chosen encoder to the start on general sentences, with its words; None: nothing is chosen."""
+    if encoder is None:
+        return None, ""
+    if config.stsb is None:
+        sentence = f"Cosines of general sentences moved by {moved(start, encoder):.3f} on average"
+        return None, f"{sentence} (--stsb FOLDER measures STS-B)"
+    before, after = (stsb_values(model, expand(config.stsb)) for model in (start, encoder))
+    comparison = compare(before, after, config.seed, spearman)
+    assert comparison.interval is not None
+    low, high = (100 * end for end in comparison.interval)
+    return comparison, (
+        f"STS-B test: {100 * comparison.before:.2f} before, {100 * comparison.after:.2f} after, difference "
+        f"{100 * comparison.difference:+.2f} (95% interval {low:+.2f} to {high:+.2f})"
+    )
 
 
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300

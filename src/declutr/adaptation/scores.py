@@ -98,9 +98,9 @@ class TestSet:
     def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
         """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
         scores, *_ = self._cosines(encoder, with_idf=False)
-        owners, starts = self.passages.owners, self.passages.starts
-        # the passage itself is near too, at distance 0
-        near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < self.passages.lengths.far)
+        owners, rows = self.passages.owners, np.arange(len(scores))
+        # the passage itself is near, too
+        near = (owners[:, None] == owners) & ~self.passages.apart(rows[:, None], rows)
         places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
         return places
 

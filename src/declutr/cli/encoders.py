@@ -166,8 +166,9 @@ def run_adapt(arguments: list[str]) -> int:
         "seen (with --pairs, on such queries). Repeat the command to continue after a stop.",
     )
     parser.add_argument("encoder", metavar="ENCODER", help="folder or name of the encoder to start from")
-    parser.add_argument("corpus", nargs="+", metavar="CORPUS", help="files, folders or globs of documents")
+    parser.add_argument("corpus", nargs="*", metavar="CORPUS", help="files, folders or globs of documents")
     parser.add_argument("--output", type=path_argument, required=True, help="folder of the result")
+    parser.add_argument("--passages", help="own passages in place of CORPUS (JSONL or CSV with `text` and `document`)")
     parser.add_argument("--format", choices=FORMATS, help="format of the documents (auto)")
     parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
     parser.add_argument("--passage-tokens", type=int, help="tokens of a passage, at most the encoder's window (62)")

@@ -132,13 +132,34 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id"), hint: str = ""
     rows = list(_rows(pairs))
     if not rows:
         raise DataError(f"--pairs {pairs}: holds no pairs")
-    names = set(rows[0][1])
-    key = next((key for key in keys if key in names), keys[0])
-    if missing := [name for name in ("query", key) if name not in names]:
-        near = "".join(suggest(name, sorted(names)) for name in missing)
-        lacks = f"has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{hint}"
-        raise DataError(f"--pairs {pairs}: {lacks}")
+    key = next((key for key in keys if key in rows[0][1]), keys[0])
+    _check_columns(f"--pairs {pairs}", rows[0][1], ("query", key), hint)
     return [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows], key
+
+
+def _check_columns(file: str, row: Mapping[str, Any], columns: Sequence[str], hint: str = "") -> None:
+    if missing := [name for name in columns if name not in row]:
+        near = "".join(suggest(name, sorted(row)) for name in missing)
+        lacks = f"has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(row))}{hint}"
+        raise DataError(f"{file}: {lacks}")
+
+
+def read_passages(path: Path) -> dict[str, list[str]]:
+    """Passages by the text of their document, which joins those of the same `document` by blank lines.
+
+    JSON Lines or CSV (.csv, .tsv) with `text` and `document`; the order is that of the file.
+
+    Raises:
+        DataError: the file is missing, too large or damaged, or lacks a column.
+    """
+    passages = dict[str, list[str]]()
+    for line, row in _rows(path):
+        if not passages:
+            _check_columns(f"--passages {path}", row, ("document", "text"))
+        passages.setdefault(_text(path, line, row, "document"), []).append(_text(path, line, row, "text"))
+    if not passages:
+        raise DataError(f"--passages {path}: holds no passages")
+    return {"\n\n".join(texts): texts for texts in passages.values()}
 
 
 def join_pairs(
@@ -172,7 +193,7 @@ def join_pairs(
 def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     # ids may be numbers in JSON; True is an int, and no id
-    if isinstance(value, int) and not isinstance(value, bool) and name == "id":
+    if isinstance(value, int) and not isinstance(value, bool) and name in ("id", "document"):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
