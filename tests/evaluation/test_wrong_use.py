@@ -103,6 +103,7 @@ OTHERS = [
     (["report", "docs", "nowhere"], "nowhere: no such folder"),
     (["verify-gradients", "good.yaml", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
     (["verify-gradients", "good.yaml", "--documents", "0"], "at least 1"),
+    (["verify-gradients"], "required: config\n"),
     (["evaluate", "--mteb", "STSBenchmark"], "--mteb takes one ENCODER or more"),
     (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--pretrained", "x"], "no --pretrained"),
     (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--data", "docs"], "not allowed with argument"),

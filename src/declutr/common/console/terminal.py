@@ -31,6 +31,12 @@ class Parser(argparse.ArgumentParser):
 
     _given: Sequence[str] = ()
 
+    def add_argument(self, *names: Any, **settings: Any) -> Any:
+        """Adds as its base does; an argument of any number (`*`) is none that is required."""
+        return super().add_argument(
+            *names, **({"default": []} | settings if settings.get("nargs") == "*" else settings)
+        )
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as its base does."""
         self._given = sys.argv[1:] if args is None else args  # `error` gets a text alone
