@@ -353,6 +353,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"pairs": pairs, "train_on_pairs": True, "steps": 0}, ("--train-on-pairs", "--steps 0")),
         (encoder, "out", {"passages": pairs}, ("CORPUS", "--passages", "one of the two")),
         (encoder, "out", {"corpus": []}, ("CORPUS", "--passages", "one of the two")),
+        (encoder, "out", {"corpus": [], "passages": pairs, "format": "jsonl"}, ("--format", "columns")),
         (encoder, "out", {"corpus": [], "passages": pairs}, ("has no document", "query, text")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),

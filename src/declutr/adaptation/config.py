@@ -101,6 +101,8 @@ class AdaptConfig(Strict):
     def _check_documents(self) -> "AdaptConfig":
         if bool(self.corpus) == bool(self.passages):
             raise ValueError("name files or folders of documents (CORPUS), or --passages FILE, one of the two")
+        if self.passages and (self.format, self.text_field) != ("auto", ["text"]):
+            raise ValueError("--format and --text-field are of CORPUS; --passages has columns `text` and `document`")
         return self
 
     @property
