@@ -53,10 +53,10 @@ def find_duplicates(
         Path of `duplicates.arrow` (pipeline/duplicates/pairs.py). Its bytes depend only on keys and settings.
 
     Raises:
-        ShardError: a file of keys is missing, damaged, or was written with other settings.
+        ShardError: a file of keys is missing or damaged.
     """
     result = folder / DUPLICATES
-    documents, digests, num_keys = number(folder, units, config)
+    documents, digests, num_keys = number(folder, units)
     num_buckets = max(1, -(-num_keys // KEYS_PER_BUCKET))
     made_from = [_VERSION, config.model_dump(mode="json"), num_buckets, list(zip(units, digests, strict=True))]
     made_from += [] if labels is None else [labels]

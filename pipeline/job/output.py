@@ -235,7 +235,7 @@ class Output:
         """Searches for duplicates among the candidates of all units; records the labels whose rows are kept.
 
         Raises:
-            ShardError: a file of keys is missing, damaged, or was written with other settings.
+            ShardError: a file of keys is missing or damaged.
         """
         table = find_duplicates(self.folder / CANDIDATES, units, self.duplicates, self.session, labels=labels)
         table.replace(self.folder / DUPLICATES)

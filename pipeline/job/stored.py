@@ -230,7 +230,7 @@ class StoredOutput(Output):
         """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
 
         Raises:
-            ShardError: a file of keys is missing, damaged, or was written with other settings.
+            ShardError: a file of keys is missing or damaged.
         """
         names = {
             name.removeprefix(f"{CANDIDATES}/"): record
