@@ -13,7 +13,7 @@ from preparing import checksums
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from declutr.pipeline.duplicates.keys import number
-from declutr.pipeline.duplicates.pairs import COLUMNS, DUPLICATES, removed
+from declutr.pipeline.duplicates.pairs import COLUMNS, removed
 from declutr.pipeline.duplicates.search import _join_all, find_duplicates, search_bucket
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
@@ -74,13 +74,6 @@ def test_search_drops_copies_for_the_first_document(searched):
     ]
     assert kinds(folder, names) == {"near": 11, "exact": 2}
     assert removed(folder, "99999") == {}
-
-
-def test_a_finished_search_is_not_repeated(searched):
-    folder, names = searched
-    before = (folder / DUPLICATES).stat().st_mtime_ns
-    find_duplicates(folder, names, CONFIG)
-    assert (folder / DUPLICATES).stat().st_mtime_ns == before
 
 
 def test_results_of_other_settings_or_keys_are_not_taken(units, tmp_path):
