@@ -329,28 +329,22 @@ def _coded(places: I64, names: pa.Array) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), names)
 
 
-def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
-    """The documents to drop from a unit, by ordinal. Reads only the unit's rows.
+def removed(folder: Path, unit: str) -> tuple[dict[int, Duplicate], frozenset[str] | None]:
+    """The documents to drop from a unit, by ordinal, and the labels whose rows are kept (None: all).
+
+    Reads only the unit's rows.
 
     Raises:
         FileNotFoundError: the search is not finished.
     """
     batch = pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
+    labels_json = (batch.schema.metadata or {}).get(LABELS)
+    labels = None if labels_json is None else frozenset(json.loads(labels_json))
     column = batch.column("unit")
     place = column.dictionary.index(unit).as_py()
     if place < 0:
-        return {}
+        return {}, labels
     codes = column.indices.to_numpy(zero_copy_only=True)
     start, stop = np.searchsorted(codes, [place, place + 1])  # rows are in the order of the corpus
     rows = batch.slice(start, stop - start).to_pylist()
-    return {row["ordinal"]: Duplicate(**row) for row in rows}
-
-
-def kept_labels(folder: Path) -> frozenset[str] | None:
-    """The labels whose rows are kept; None: all.
-
-    Raises:
-        FileNotFoundError: the search is not finished.
-    """
-    labels_json = (pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).schema.metadata or {}).get(LABELS)
-    return None if labels_json is None else frozenset(json.loads(labels_json))
+    return {row["ordinal"]: Duplicate(**row) for row in rows}, labels

@@ -22,7 +22,7 @@ from declutr.common import seeding
 from declutr.common.storage import atomic_file
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.keys import write_keys
-from declutr.pipeline.duplicates.pairs import OTHER_LABEL, kept_labels, removed
+from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
 from declutr.pipeline.duplicates.shingles import Signer
 from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX
@@ -240,7 +240,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
         ShardError: the counts do not balance.
     """
     candidates = folder / CANDIDATES
-    copies, labels = removed(folder, unit.name), kept_labels(folder)
+    copies, labels = removed(folder, unit.name)
     rows = {split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS}
     texts, decoder = _rejected_texts(candidates, unit.name), None
     if config.write_rejected and tokenizer is not None:

@@ -51,29 +51,29 @@ def searched(units, tmp_path_factory):
 
 def kinds(folder, names):
     """Dropped documents of all units by kind."""
-    return Counter(duplicate.kind for name in names for duplicate in removed(folder, name).values())
+    return Counter(duplicate.kind for name in names for duplicate in removed(folder, name)[0].values())
 
 
 def test_search_drops_copies_for_the_first_document(searched):
     folder, names = searched
     assert number(folder, names)[2] > 2 * KEYS_PER_BUCKET, "three buckets, each a task"
     assert ray.cluster_resources()["CPU"] == 6, "as the fixture of the session has asked for"
-    assert [removed(folder, name) for name in names[:2]] == [{}, {}]
-    copies = removed(folder, names[2])
+    assert [removed(folder, name) for name in names[:2]] == [({}, None)] * 2
+    copies, _ = removed(folder, names[2])
     assert list(copies) == [3 * row + 1 for row in range(10)]
     for ordinal, duplicate in copies.items():
         assert (duplicate.unit, duplicate.ordinal, duplicate.kind) == (names[2], ordinal, "near")
         assert (duplicate.kept_unit, duplicate.kept_ordinal) == (names[0], ordinal)
         assert 0.7 < duplicate.similarity < 1
         assert duplicate.cluster_size == (4 if ordinal == 1 else 2)
-    last = removed(folder, names[3])
+    last, _ = removed(folder, names[3])
     assert [(d.kind, d.kept_unit, d.kept_ordinal) for d in last.values()] == [
         ("exact", names[0], 1),
         ("exact", names[0], 1),
         ("near", names[3], 3 * 7 + 1),
     ]
     assert kinds(folder, names) == {"near": 11, "exact": 2}
-    assert removed(folder, "99999") == {}
+    assert removed(folder, "99999") == ({}, None)
 
 
 def test_results_of_other_settings_or_keys_are_not_taken(units, tmp_path):
