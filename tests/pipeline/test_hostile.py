@@ -14,7 +14,7 @@ from shardfolders import poke, spoil, write
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.job.outcome import losses_hint, too_many_failed
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.readers.tables import MAX_FIELD_BYTES
 from declutr.pipeline.shards.ledger import sum_losses
@@ -296,7 +296,7 @@ def rows(count, start=0):
 def losses_of(path, unit_mib=64.0):
     """Losses over all units, and the counts of records."""
     units, _ = plan_units(files(path), unit_mib)
-    readers = [read_unit(unit, files(path)) for unit in units]
+    readers = [UnitReader(unit, files(path)) for unit in units]
     records = [record for reader in readers for record in reader]
     failed = sum(isinstance(record, ReadFailure) for record in records)
     counts = Counts(read=len(records), kept=0, dropped={}, failed={"x": failed}, text_bytes=0, longest_tokens=0)
