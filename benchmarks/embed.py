@@ -26,7 +26,7 @@ from declutr.common import seeding
 from declutr.common.storage import write_json
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import precision_of
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document
 from declutr.pipeline.readers.pydocs import PythonDocs
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
@@ -49,7 +49,7 @@ def documentation() -> Iterator[str]:
     """Texts of the documentation installed here, as in the demo's corpus."""
     corpus = PythonDocs(kind="python_docs")
     for unit in plan_units(corpus, 1)[0]:
-        yield from (record.text for record in read_unit(unit, corpus) if isinstance(record, Document))
+        yield from (record.text for record in UnitReader(unit, corpus) if isinstance(record, Document))
 
 
 def sentences_of(texts: Iterator[str], count: int) -> list[str]:

@@ -55,9 +55,7 @@ class UnitKeys:
     """A unit's file of keys, mapped into memory."""
 
     digest: str
-    """Hash of the contents, by which results are matched to them."""
-    made_with: str
-    """The settings on which the keys depend."""
+    """Hash of the contents and of the settings on which they depend."""
     ordinals: NDArray[np.int32]
     """`(num_documents,)`."""
     ids: U64
@@ -73,13 +71,6 @@ class UnitKeys:
 def keys_path(folder: Path, unit: str) -> Path:
     """Path of a unit's keys in the output folder."""
     return folder / "keys" / f"{unit}.arrow"
-
-
-def made_with(config: DuplicatesConfig) -> str:
-    """The settings on which keys depend, in words. The similarity limit is not one of them."""
-    near = config.near
-    near_words = f"near: {near.ngram_words} words, {near.bands} bands of {near.rows}" if near else "near: no"
-    return f"exact: {'yes' if config.exact else 'no'}, {near_words}"
 
 
 def write_keys(
@@ -103,35 +94,33 @@ def write_keys(
         labels: the label of each image or clip; none for texts, and without labels.
 
     Raises:
-        ValueError: the arguments do not match.
+        ValueError: some documents have a label and others none.
     """
     count = len(ids)
     order = np.asarray(ordinals, np.int32)
     # Little-endian on any host, as the digest is of bytes.
     halves = np.frombuffer(b"".join(ids), "<u8").reshape(count, 2)
-    if len(order) != count or np.any(np.diff(order) <= 0):
-        raise ValueError(f"unit {unit}: {len(order)} ordinals for {count} ids; give one a document, ascending")
-    if len(signatures) != (count if config.near else 0):
-        raise ValueError(f"unit {unit}: {len(signatures)} signatures for {count} documents, near = {config.near}")
     if len(labels) not in (0, count):
         raise ValueError(f"unit {unit}: {len(labels)} labels for {count} documents")
     key_columns = [halves[:, :1] & ~_LOWEST] if config.exact else []
-    signed = np.zeros((count, 0), np.uint32)
-    if config.near:
-        signed = np.stack(signatures) if count else np.zeros((0, config.near.num_slots), np.uint32)
-        key_columns.append(band_keys(signed, config.near) | _LOWEST)
+    signed, near_words = np.zeros((count, 0), np.uint32), "near: no"
+    if near := config.near:
+        signed = np.stack(signatures) if count else np.zeros((0, near.num_slots), np.uint32)
+        key_columns.append(band_keys(signed, near) | _LOWEST)
+        near_words = f"near: {near.ngram_words} words, {near.bands} bands of {near.rows}"
     keys = np.concatenate(key_columns, axis=1)
     rows = np.repeat(np.arange(count, dtype=np.int32), keys.shape[1])
     flat = keys.reshape(-1)
     sorting = np.argsort(flat, kind="stable")  # stable: equal keys stay in the order of the rows
     arrays: list[NDArray[Any]] = [order, halves, signed.astype(np.uint16), flat[sorting], rows[sorting]]
-    digest = hashlib.blake2b(made_with(config).encode(), digest_size=16)
+    # Not the limit of similarity: keys do not depend on it.
+    digest = hashlib.blake2b(f"exact: {'yes' if config.exact else 'no'}, {near_words}".encode(), digest_size=16)
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)  # hashlib takes no strides
     if labels:
         digest.update(json.dumps(labels).encode())
     schema = (_SCHEMA.append(_LABELS) if labels else _SCHEMA).with_metadata(
-        {"digest": digest.hexdigest(), "made_with": made_with(config), "num_slots": str(signed.shape[1])}
+        {"digest": digest.hexdigest(), "num_slots": str(signed.shape[1])}
     )
     columns = [_one_row(array, field.type) for array, field in zip(arrays, schema, strict=False)]
     if labels:
@@ -171,7 +160,6 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
         labels = batch.column("labels").values.to_numpy(zero_copy_only=False)
     return UnitKeys(
         digest=metadata[b"digest"].decode(),
-        made_with=metadata[b"made_with"].decode(),
         ordinals=ordinals,
         ids=np.frombuffer(ids, "<u8", 2 * len(ordinals)).reshape(-1, 2),
         signatures=_flat(batch, "signatures").reshape(len(ordinals), int(metadata[b"num_slots"])),
@@ -238,23 +226,18 @@ class Documents:
         return out
 
 
-def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tuple[Documents, list[str], int]:
+def number(folder: Path, units: Sequence[str]) -> tuple[Documents, list[str], int]:
     """Numbers the documents of units, given in plan order.
 
     Returns:
         The numbered documents, the digest of every unit's keys, and the number of keys.
 
     Raises:
-        ShardError: a file of keys is missing, damaged, or was written with other settings.
+        ShardError: a file of keys is missing or damaged.
     """
     counts, digests, num_keys = [0], [], 0
     for unit in units:
         keys = open_keys(folder, unit)
-        if keys.made_with != made_with(config):
-            raise ShardError(
-                f"{keys_path(folder, unit)} was written with other settings ({keys.made_with}, here "
-                f"{made_with(config)}); delete the unit's sidecar, and it is made again"
-            )
         counts.append(len(keys.ordinals))
         digests.append(keys.digest)
         num_keys += len(keys.keys)

@@ -44,8 +44,6 @@ DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")
 OTHER_LABEL = "duplicate_other_label"
 """Reason of an exact copy whose label differs from that of the kept row."""
-STAMP = b"stamp"
-"""Metadata key for the hash of the inputs and settings of a file."""
 LABELS = b"labels"
 """Metadata key for the labels whose rows are kept, as JSON."""
 # Every document is compared with this many documents before it in its group: all pairs only in a small group.
@@ -296,7 +294,10 @@ class Duplicate:
 def write_duplicates(
     path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
 ) -> None:
-    """Writes the table, whole or not at all; its metadata have the labels whose rows are kept, if not all are."""
+    """Writes the table, whole or not at all.
+
+    Its metadata have `stamp`, a hash of keys and settings, and the labels whose rows are kept, if not all are.
+    """
     units = pa.array(documents.units, pa.string())
     kinds = pa.array(KINDS, pa.string())
     ids = np.ascontiguousarray(documents.column("ids", decisions.kept))
@@ -319,7 +320,7 @@ def write_duplicates(
         columns["kept_label"] = pa.array(other_labels, pa.string())
     batch = pa.record_batch(columns)
     kept = {} if labels is None else {LABELS: json.dumps(labels)}
-    batch = batch.replace_schema_metadata({STAMP: stamp, **kept})
+    batch = batch.replace_schema_metadata({"stamp": stamp, **kept})
     with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
 
@@ -328,38 +329,22 @@ def _coded(places: I64, names: pa.Array) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), names)
 
 
-def stamp_of(path: Path) -> str | None:
-    """Hash of the inputs of an Arrow file, from its metadata; None if the file is missing or damaged."""
-    try:
-        schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
-    except (OSError, pa.ArrowInvalid):
-        return None
-    stamp = (schema.metadata or {}).get(STAMP)
-    return stamp.decode() if stamp else None
+def removed(folder: Path, unit: str) -> tuple[dict[int, Duplicate], frozenset[str] | None]:
+    """The documents to drop from a unit, by ordinal, and the labels whose rows are kept (None: all).
 
-
-def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
-    """The documents to drop from a unit, by ordinal. Reads only the unit's rows.
+    Reads only the unit's rows.
 
     Raises:
         FileNotFoundError: the search is not finished.
     """
     batch = pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
+    labels_json = (batch.schema.metadata or {}).get(LABELS)
+    labels = None if labels_json is None else frozenset(json.loads(labels_json))
     column = batch.column("unit")
     place = column.dictionary.index(unit).as_py()
     if place < 0:
-        return {}
+        return {}, labels
     codes = column.indices.to_numpy(zero_copy_only=True)
     start, stop = np.searchsorted(codes, [place, place + 1])  # rows are in the order of the corpus
     rows = batch.slice(start, stop - start).to_pylist()
-    return {row["ordinal"]: Duplicate(**row) for row in rows}
-
-
-def kept_labels(folder: Path) -> frozenset[str] | None:
-    """The labels whose rows are kept; None: all.
-
-    Raises:
-        FileNotFoundError: the search is not finished.
-    """
-    labels_json = (pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).schema.metadata or {}).get(LABELS)
-    return None if labels_json is None else frozenset(json.loads(labels_json))
+    return {row["ordinal"]: Duplicate(**row) for row in rows}, labels

@@ -21,7 +21,6 @@ from declutr.pipeline.duplicates.pairs import (
     bucket_pairs,
     decide,
     join,
-    stamp_of,
     write_duplicates,
 )
 
@@ -39,7 +38,7 @@ def find_duplicates(
     host_keys: Callable[[], Path] | None = None,
     labels: list[str] | None = None,
 ) -> Path:
-    """Finds the documents to drop, unless the folder already has the result.
+    """Finds the documents to drop.
 
     Args:
         folder: the output folder, with a file of keys for every unit (`write_keys`).
@@ -53,16 +52,14 @@ def find_duplicates(
         Path of `duplicates.arrow` (pipeline/duplicates/pairs.py). Its bytes depend only on keys and settings.
 
     Raises:
-        ShardError: a file of keys is missing, damaged, or was written with other settings.
+        ShardError: a file of keys is missing or damaged.
     """
     result = folder / DUPLICATES
-    documents, digests, num_keys = number(folder, units, config)
+    documents, digests, num_keys = number(folder, units)
     num_buckets = max(1, -(-num_keys // KEYS_PER_BUCKET))
     made_from = [_VERSION, config.model_dump(mode="json"), num_buckets, list(zip(units, digests, strict=True))]
     made_from += [] if labels is None else [labels]
     stamp = hash_json(made_from)
-    if stamp_of(result) == stamp:
-        return result
     arguments = {"documents": documents, "config": config, "num_buckets": num_buckets, "host_keys": host_keys}
     if num_buckets == 1:  # starting a task would take longer than the search
         pairs = _join_all([search_bucket({"bucket": 0}, documents, config, num_buckets)])

@@ -6,6 +6,7 @@ docs/decisions/0009-language-identifier.md explains the choice of this identifie
 """
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -169,29 +170,13 @@ def fingerprints(config: FiltersConfig) -> dict[str, str]:
     return hashes
 
 
-# The words of a text that is split at once take about twelve times its memory.
-_PIECE_CHARACTERS = 1 << 16
+# The words of a text that is split at once take about twelve times its memory. A piece ends before whitespace.
+_PIECES = re.compile(r".{1,65536}\S*", re.DOTALL)
 
 
-def normalise(text: str, piece_characters: int = _PIECE_CHARACTERS) -> str:
+def normalise(text: str) -> str:
     """Collapses whitespace to single spaces and strips both ends: `" ".join(text.split())`, piece by piece."""
-    if len(text) <= piece_characters:
-        return " ".join(text.split())
-    kept: list[str] = []
-    for start in range(0, len(text), piece_characters):
-        piece = _collapse(text[start : start + piece_characters])
-        # A piece keeps one space at either end; it is removed where two of them meet and at the start of the text.
-        if (not kept or kept[-1].endswith(" ")) and piece.startswith(" "):
-            piece = piece[1:]
-        if piece:
-            kept.append(piece)
-    return "".join(kept).rstrip(" ")
-
-
-def _collapse(piece: str) -> str:
-    """Replaces each run of whitespace by one space, also at both ends."""
-    words = " ".join(piece.split())
-    return f"{' ' * piece[0].isspace()}{words}{' ' * (words != '' and piece[-1].isspace())}"
+    return " ".join([words for piece in _PIECES.finditer(text) if (words := " ".join(piece[0].split()))])
 
 
 @dataclass(frozen=True, slots=True)

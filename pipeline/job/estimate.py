@@ -18,7 +18,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import duration
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.output import Preparation, output_engine
-from declutr.pipeline.job.units import Unit, UnitReader, read_unit
+from declutr.pipeline.job.units import Unit, UnitReader
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, Part, ReadFailure, Record, bare_suffix
 from declutr.pipeline.shards.content import MEDIA_KINDS, noun_of, size_noun
@@ -129,7 +129,7 @@ def _read_sample(
     running = Counts()
     for sample in samples:
         started, seconds = time.process_time(), _SAMPLE_SECONDS * sample.stands_for / total
-        reader = read_unit(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
+        reader = UnitReader(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
         for decision, content in decide(read_for(seconds, reader, sample, failures)):
             entry, kept = decision.entry, content is not None
             running.add(entry, kept)

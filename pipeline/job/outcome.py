@@ -23,7 +23,7 @@ from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 from declutr.pipeline.texts import LACKS
 
 _EXAMPLES = 10
-_MUCH_OF_A_FILE = 0.1
+_MUCH_OF_A_FILE, _LEAST_ROWS = 0.1, 10  # share of failures, of a file with that many rows and more
 _MANY_UNKNOWN = 0.01
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"
 # Remedies by the most frequent reason of failures.
@@ -135,13 +135,17 @@ def too_many_failed(
 
 def losses_hint(losses: Losses, kind: ContentKind) -> Sequence[str]:
     """Lines on files that break off, and on the first ones of which a tenth and more could not be read."""
-    lines, nouns = [], noun_of(kind)
+    lines, worst, nouns = list[str](), list[str](), noun_of(kind)
     if lost := losses.documents():
-        broken = f"{losses.num_broken:,} of {losses.num_files:,} files break off"
+        num_broken = sum(file["broken"] for file in losses.files.values())
+        num_files = len(losses.files) + sum(num_whole for num_whole, _ in losses.whole.values())
+        broken = f"{num_broken:,} of {num_files:,} files break off"
         lines.append(f"{broken}, with about {lost:,} more {nouns}, by those in whole files")
-    worst = losses.worst(_MUCH_OF_A_FILE)
-    for source, file in worst[:_EXAMPLES]:
-        lines.append(f"{source}: {file['failed']:,} of {file['read'] + file['failed']:,} {nouns} failed")
+    for source, file in losses.files.items():
+        rows = file["read"] + file["failed"]
+        if rows >= _LEAST_ROWS and file["failed"] > _MUCH_OF_A_FILE * rows:
+            worst.append(f"{source}: {file['failed']:,} of {rows:,} {nouns} failed")
+    lines += worst[:_EXAMPLES]
     return [*lines, *([f"and {len(worst) - _EXAMPLES:,} more such files"] if len(worst) > _EXAMPLES else [])]
 
 

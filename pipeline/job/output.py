@@ -29,7 +29,7 @@ from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.filters.document_filter import fingerprints, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
-from declutr.pipeline.job.units import UNITS, Corpus, Unit, finished_sidecar, hash_unit, load_sidecar, read_unit
+from declutr.pipeline.job.units import UNITS, Corpus, Unit, UnitReader, finished_sidecar, hash_unit, load_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.readers.corpus import MIB
 from declutr.pipeline.readers.input_state import InputState, digest_parts
@@ -235,7 +235,7 @@ class Output:
         """Searches for duplicates among the candidates of all units; records the labels whose rows are kept.
 
         Raises:
-            ShardError: a file of keys is missing, damaged, or was written with other settings.
+            ShardError: a file of keys is missing or damaged.
         """
         table = find_duplicates(self.folder / CANDIDATES, units, self.duplicates, self.session, labels=labels)
         table.replace(self.folder / DUPLICATES)
@@ -299,7 +299,7 @@ def sample_texts(
     left = sample_mib * MIB
     for index, unit in enumerate(chosen):
         share = left / (len(chosen) - index)
-        for record in read_unit(unit, corpus, content):
+        for record in UnitReader(unit, corpus, content):
             if share <= 0:
                 break
             for raw in texts_of(record):

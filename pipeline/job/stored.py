@@ -37,7 +37,7 @@ from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.output import PROGRESS, Output, PreparePlan, Stage
 from declutr.pipeline.job.units import UNITS, Unit, load_sidecar, matching_sidecar, sidecar_path, write_sidecar
 from declutr.pipeline.job.worker import CANDIDATES
-from declutr.pipeline.shards.ledger import REJECTED, LedgerFile
+from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Shard, Sidecar
 
 _SENT = "sent"
@@ -199,9 +199,7 @@ class StoredOutput(Output):
     def finished_sidecar(self, unit: Unit, stage: Stage, settings_hash: str) -> Sidecar | None:
         """The sidecar of a unit that a stage has finished: same input, same settings, all files present; else None."""
         sidecar = matching_sidecar(unit, self.stage_folder(stage), settings_hash)
-        # The list of a complete output names the other files of a unit of an earlier version, but not its candidates.
-        listed = self._listing is not None and self.stage_folder(stage) == self.folder
-        if sidecar is None or (sidecar.others is None and not listed):
+        if sidecar is None or sidecar.others is None:  # that of an earlier version does not name all files
             return None
         return sidecar if self._has(self._files_of(stage, sidecar)) else None
 
@@ -224,10 +222,7 @@ class StoredOutput(Output):
         folder = self.stage_folder(stage)
         main: list[Shard | LedgerFile] = [*sidecar.shards, sidecar.ledger]
         files = {file.name: FileRecord(file.sha256, file.num_bytes) for file in main}
-        rejected = f"{REJECTED}/{sidecar.unit}.jsonl.gz"
         files |= {name: FileRecord(*facts) for name, facts in (sidecar.others or {}).items()}
-        if sidecar.others is None and rejected in (self._listing or {}):
-            files[rejected] = (self._listing or {})[rejected]
         files[f"{UNITS}/{sidecar.unit}.json"] = record_of(sidecar_path(folder, sidecar.unit))
         return {(folder / name).relative_to(self.folder).as_posix(): record for name, record in files.items()}
 
@@ -235,7 +230,7 @@ class StoredOutput(Output):
         """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
 
         Raises:
-            ShardError: a file of keys is missing, damaged, or was written with other settings.
+            ShardError: a file of keys is missing or damaged.
         """
         names = {
             name.removeprefix(f"{CANDIDATES}/"): record

@@ -108,9 +108,9 @@ class Unit(Strict):
 
 
 class UnitReader(Iterator[Record]):
-    """Every document and failure of a unit, in order, and the input bytes read for them so far."""
+    """Every row and failure of a unit, in order, and the input bytes read for them so far."""
 
-    def __init__(self, unit: Unit, corpus: Corpus, content: AnyContent) -> None:
+    def __init__(self, unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> None:
         self._done = self._part_bytes = self._max_bytes_read = 0
         self._losses = LossCounter()
         self._meter = Meter()
@@ -235,11 +235,6 @@ def check_unchanged(unit: Unit) -> None:
     for part in unit.parts:
         if now[part.path] is not None and now[part.path] != unit.file_states[part.path]:
             raise OSError(f"{part.source} was changed while the corpus was being read; do not modify inputs meanwhile")
-
-
-def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> UnitReader:
-    """Every row and failure of a unit, in order."""
-    return UnitReader(unit, corpus, content)
 
 
 class UnitWriter(ExitStack):

@@ -22,11 +22,11 @@ from declutr.common import seeding
 from declutr.common.storage import atomic_file
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.keys import write_keys
-from declutr.pipeline.duplicates.pairs import OTHER_LABEL, kept_labels, removed
+from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
 from declutr.pipeline.duplicates.shingles import Signer
 from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.units import Unit, UnitWriter, input_state_read, load_sidecar, read_unit
+from declutr.pipeline.job.units import Unit, UnitReader, UnitWriter, input_state_read, load_sidecar
 from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
 from declutr.pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.shards.content import NO_LABEL, AnyContent, Layout
@@ -93,7 +93,7 @@ def write_unit(
     ids, ordinals, signatures, labels = list[bytes](), list[int](), list[NDArray[np.uint32]](), list[str]()
     last_beat = time.monotonic()
     with UnitWriter(target, unit, config, tokenizer) as writer:
-        reader = read_unit(unit, config.corpus, config.content)
+        reader = UnitReader(unit, config.corpus, config.content)
         for ordinal, (decision, content) in enumerate(decide_records(reader, folder, config, tokenizer, engine)):
             entry = decision.entry
             if content is None:
@@ -240,7 +240,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
         ShardError: the counts do not balance.
     """
     candidates = folder / CANDIDATES
-    copies, labels = removed(folder, unit.name), kept_labels(folder)
+    copies, labels = removed(folder, unit.name)
     rows = {split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS}
     texts, decoder = _rejected_texts(candidates, unit.name), None
     if config.write_rejected and tokenizer is not None:

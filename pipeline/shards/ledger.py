@@ -93,7 +93,6 @@ def sum_counts(counts: Sequence[Counts]) -> Counts:
 
 
 _MOST_FILES = 100  # files with failures that are listed of a unit; all failures are counted
-_LEAST_ROWS = 10  # of a file whose share of failures is looked at
 
 
 class Losses(Strict):
@@ -125,24 +124,6 @@ class Losses(Strict):
                 # 1 less: its failure is counted.
                 lost += max(0.0, mean - file["read"] - file["failed"], file["left_bytes"] * per_byte - 1)
         return round(lost)
-
-    @property
-    def num_broken(self) -> int:
-        """Files that break off."""
-        return sum(file["broken"] for file in self.files.values())
-
-    @property
-    def num_files(self) -> int:
-        """Files, those without failures included."""
-        return len(self.files) + sum(num_files for num_files, _ in self.whole.values())
-
-    def worst(self, share: float) -> list[tuple[str, Counter[str]]]:
-        """Files with ten and more records of which more than this share failed."""
-        return [
-            (source, file)
-            for source, file in self.files.items()
-            if (rows := file["read"] + file["failed"]) >= _LEAST_ROWS and file["failed"] > share * rows
-        ]
 
 
 class LossCounter:

@@ -23,19 +23,11 @@ class Geometry(Strict):
     min_tokens: int = Field(default=32, ge=1)
     """Shortest window of a short document, in tokens; for `short_documents: shrink_spans`."""
 
-    @property
-    def min_document_tokens(self) -> int:
-        """Shortest document with room for all anchors, max_tokens apart: 2 * num_anchors * max_tokens."""
-        return 2 * self.num_anchors * self.max_tokens
-
 
 def shortest_document(geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:
     """Tokens of the shortest document to keep."""
-    if short_documents == "fewer_anchors":
-        return 2 * geometry.max_tokens
-    if short_documents == "shrink_spans":
-        return 2 * geometry.num_anchors * geometry.min_tokens
-    return geometry.min_document_tokens
+    anchors = 1 if short_documents == "fewer_anchors" else geometry.num_anchors
+    return 2 * anchors * (geometry.min_tokens if short_documents == "shrink_spans" else geometry.max_tokens)
 
 
 def drop_reason(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> str | None:
@@ -68,11 +60,5 @@ def document_windows(
 
 
 def window_starts(num_tokens: int, max_tokens: int) -> NDArray[np.int32]:
-    """Starts k * max_tokens of the whole windows in a document, `(num_tokens // max_tokens,)`; the tail has no anchor.
-
-    Raises:
-        ValueError: a negative length, or empty windows.
-    """
-    if num_tokens < 0 or max_tokens < 1:
-        raise ValueError(f"num_tokens = {num_tokens} must be >= 0 and max_tokens = {max_tokens} must be >= 1")
+    """Starts k * max_tokens of the whole windows of a text, `(num_tokens // max_tokens,)`; the tail has no anchor."""
     return np.arange(num_tokens // max_tokens, dtype=np.int32) * np.int32(max_tokens)

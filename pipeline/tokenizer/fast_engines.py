@@ -68,7 +68,7 @@ def bytelevel_obstacle(backend: Tokenizer, parsed: dict[str, Any]) -> str | None
     missing = [letter for letter in byte_letters() if letter not in model["vocab"]]
     if missing:
         return f"its vocabulary has no token for {len(missing)} of {_NUM_BYTES} bytes"
-    merged = [first + second for first, second in _merges(model)]
+    merged = ["".join(merge) for merge in model["merges"]]
     if len({*merged, *byte_letters()}) < len(merged) + _NUM_BYTES:
         return "two of its merges make the same token"
     apart = next((token for token in merged if len(backend.model.tokenize(token)) != 1), None)
@@ -84,7 +84,7 @@ class ByteLevelBPE:
 
     def __init__(self, parsed: dict[str, Any]) -> None:
         vocab, letters = parsed["model"]["vocab"], byte_letters()
-        tokens = [*letters, *(first + second for first, second in _merges(parsed["model"]))]
+        tokens = [*letters, *("".join(merge) for merge in parsed["model"]["merges"])]
         self._ids = np.array([vocab[token] for token in tokens], np.uint32)
         to_byte = {letter: byte for byte, letter in enumerate(letters)}
         self._ranks = {bytes(map(to_byte.__getitem__, token)): rank for rank, token in enumerate(tokens)}
@@ -113,11 +113,6 @@ def byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
     return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(_NUM_BYTES)]
-
-
-def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Merges, first to last."""
-    return [tuple(merge) for merge in model["merges"]]
 
 
 def _is_single_spaced(text: str) -> bool:

@@ -9,7 +9,7 @@ from messages import says
 
 from declutr.pipeline.job import estimate as estimating
 from declutr.pipeline.job.estimate import Sample, draw_samples, makespan, read_for
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.prepare import main, plan_ahead
 
 
@@ -108,7 +108,7 @@ def test_the_bytes_of_a_beginning_are_those_of_its_records(tmp_path, make_config
     (unit,), _ = plan_units(config.corpus, 32.0)
     for seconds, whole in ((0.0, False), (60.0, True)):
         sample = Sample(unit.parts)
-        number = sum(1 for _ in read_for(seconds, read_unit(unit, config.corpus), sample, []))
+        number = sum(1 for _ in read_for(seconds, UnitReader(unit, config.corpus), sample, []))
         assert (number == 30_000, sample.num_bytes == unit.num_bytes) == (whole, whole)
         assert number * len(line) == pytest.approx(sample.num_bytes, rel=0.05)
 

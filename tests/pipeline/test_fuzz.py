@@ -17,7 +17,7 @@ import pytest
 from corpora import COMPRESSORS, files, openwebtext, tar
 from pydantic import TypeAdapter
 
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document, ReadFailure, Rejected
 from declutr.pipeline.shards.content import TRIPLE_LABELS, AnyContent
 from declutr.pipeline.texts import TextRow
@@ -191,7 +191,7 @@ def read(path, corpus, content, unit_mib):
     units, problems = plan_units(corpus, unit_mib, None, content)
     records = []
     for unit in units:
-        reader = read_unit(unit, corpus, content)
+        reader = UnitReader(unit, corpus, content)
         records += list(reader)
         assert reader.bytes_read == unit.num_bytes, "bytes_read is not all of the input"
     for record in records:

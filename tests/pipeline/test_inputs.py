@@ -19,7 +19,7 @@ from serving import Handler, serving
 
 from declutr.common.stores.address import files_below, filesystem
 from declutr.common.stores.folder import Folder
-from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, hash_unit, plan_units
 from declutr.pipeline.media.media_rows import labelled
 from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure, bare_suffix
 from declutr.pipeline.readers.planning import file_parts
@@ -94,7 +94,7 @@ HUB = """
 import json, sys
 from corpora import outcomes, read_all
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import HubCorpus
 from declutr.pipeline.readers.planning import file_parts
 for settings in json.loads(sys.argv[1]):
@@ -106,7 +106,7 @@ for settings in json.loads(sys.argv[1]):
     config = PipelineConfig.model_validate({"output": "o", "corpus": corpus.model_dump(), "content": content,
         "tokenizer": {"kind": "train", "vocab_size": 300}})
     units, problems = plan_units(corpus, 32, None, config.content)
-    records = [] if problems else [record for unit in units for record in read_unit(unit, corpus, config.content)]
+    records = [] if problems else [record for unit in units for record in UnitReader(unit, corpus, config.content)]
     print(json.dumps(problems or [[r.texts, r.labels] if hasattr(r, "texts") else r.reason for r in records]))
 """
 
@@ -226,15 +226,15 @@ def test_a_store_that_ends_is_no_failure_of_its_files():
         fsspec.filesystem("memory").pipe(f"/corpus/{name}.jsonl", b'{"text": "one"}\n' * 3)
     corpus = FilesCorpus(kind="files", paths=["ending://corpus/a.jsonl"])
     (unit,), _ = plan_units(corpus, None)
-    assert len(list(read_unit(unit, corpus))) == 3
+    assert len(list(UnitReader(unit, corpus))) == 3
 
     def named(name):
         parts = [part.model_copy(update={"path": part.path.replace("a.jsonl", name)}) for part in unit.parts]
         return unit.model_copy(update={"parts": parts})
 
     with pytest.raises(OSError, match="ExpiredToken"):
-        list(read_unit(named("b.jsonl"), corpus))
-    assert [type(one) for one in read_unit(named("c.jsonl"), corpus)] == [ReadFailure]
+        list(UnitReader(named("b.jsonl"), corpus))
+    assert [type(one) for one in UnitReader(named("c.jsonl"), corpus)] == [ReadFailure]
 
 
 @pytest.mark.parametrize("names", [("a.txt", "z.txt"), ("z.txt", "a.txt")])

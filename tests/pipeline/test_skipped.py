@@ -17,7 +17,7 @@ from messages import says
 from declutr.pipeline.config import identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from declutr.pipeline.job.output import plan_of
-from declutr.pipeline.job.units import hash_unit, plan_units, read_unit, with_file_states
+from declutr.pipeline.job.units import UnitReader, hash_unit, plan_units, with_file_states
 from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.prepare import problems
 from declutr.pipeline.readers.input_state import digest_parts
@@ -241,7 +241,7 @@ def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(
         path.unlink()
     else:
         path.write_bytes(data[: len(data) // 2] if change == "shorter" else data + b"\nmore")
-    found = [outcome for unit in units for _, outcome in outcomes(read_unit(unit, corpus))]
+    found = [outcome for unit in units for _, outcome in outcomes(UnitReader(unit, corpus))]
     read = [outcome for outcome in found if outcome in texts]
     assert len(read) == len(set(read))
     assert change == "longer" or "unreadable" in found

@@ -17,8 +17,6 @@ from volumes import small_volume
 
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
-from declutr.common.storage import records
-from declutr.common.stores.folder import Folder
 from declutr.inspection.describe import describe
 from declutr.pipeline.config import config_hash
 from declutr.pipeline.job import worker
@@ -93,28 +91,16 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     assert finished_sidecar(unit, folder, config_hash(config)) is None
 
 
-def test_a_stored_unit_of_an_earlier_version_is_redone_when_its_rejected_file_is_lost(
-    corpus, tmp_path, make_config, output
-):
-    """Its sidecar does not name that file; the list of the complete output does."""
+def test_a_stored_unit_is_redone_when_its_sidecar_does_not_name_its_other_files(corpus, tmp_path, make_config, output):
     folder, info = output
-    cache, num_cpus = str(tmp_path / "cache"), {"num_cpus": 1}
-    stored = {"output": f"file://{folder}", "cache": cache, "session": num_cpus, "write_rejected": True}
-    config = make_config(corpus, unit_mib=0.01, **stored)
-    units, _ = plan_units(config.corpus, config.unit_mib)
-    for unit in units:
-        write_sidecar(folder, write_unit(unit, folder, config, info).model_copy(update={"others": None}))
-    remote = Folder(config.output)
-
-    def finished():
+    stored = {"output": f"file://{folder}", "cache": str(tmp_path / "cache"), "session": {"num_cpus": 1}}
+    config = make_config(corpus, **stored)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, info)
+    for others in ({}, None):
+        write_sidecar(folder, sidecar.model_copy(update={"others": others}))
         with open_output(config) as place:
-            return [bool(place.finished_sidecar(unit, "prepare", config_hash(config))) for unit in units]
-
-    assert finished() == [False] * len(units), "nothing names its files"
-    remote.commit(records(folder))
-    assert finished() == [True] * len(units)
-    remote.delete(f"rejected/{units[1].name}.jsonl.gz")
-    assert finished() == [unit is not units[1] for unit in units]
+            assert bool(place.finished_sidecar(unit, "prepare", config_hash(config))) == (others == {})
 
 
 def test_the_split_is_by_content_and_of_the_asked_size():

@@ -25,6 +25,7 @@ from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import ledger_entries
 from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.windows import shortest_document
 from declutr.report import survey
 from declutr.report.charts import COLOURS, draw_histogram
 from declutr.report.corpus import gather, glance, readiness, thumbnail, write_corpus_page
@@ -70,7 +71,7 @@ def test_fates_sources_and_lengths_are_those_of_the_ledgers(prepared, content):
         "not determined": 2,
     }
     rows = [row for row in entries(prepared[0]) if row.num_tokens is not None]
-    limit = prepared[1].geometry.min_document_tokens
+    limit = shortest_document(prepared[1].geometry)
     kept, short, dropped = content.lengths().values()
     assert kept.total() + short.total() + dropped.total() == len(rows)
     assert max(short) < limit <= min(kept)

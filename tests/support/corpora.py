@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from processes import run_python
 
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document, FilesCorpus
 
 COMPRESSORS = {
@@ -66,7 +66,7 @@ def read_all(corpus, unit_mib=64.0):
     assert not problems
     records = []
     for unit in units:
-        reader = read_unit(unit, corpus)
+        reader = UnitReader(unit, corpus)
         seen = 0
         for record in reader:
             records.append(record)
@@ -128,13 +128,13 @@ import json, resource, sys
 from collections import Counter
 from pathlib import Path
 from declutr.pipeline.readers.corpus import Document, FilesCorpus
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 path, fixed = sys.argv[1:]
 corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
 units, problems = plan_units(corpus, 1e6)
 found, size = Counter(), 0
 for unit in units:
-    for record in read_unit(unit, corpus):
+    for record in UnitReader(unit, corpus):
         good = isinstance(record, Document)
         found["document" if good else record.reason] += 1
         size += len(record.text.encode()) if good else 0

@@ -45,5 +45,5 @@ def write(folder, units, config, order=None):
 
 def search(folder, names, config, num_buckets=1):
     """The pairs of every bucket, found in this process."""
-    documents, _, _ = number(folder, names, config)
+    documents, _, _ = number(folder, names)
     return [bucket_pairs(documents, config, bucket, num_buckets) for bucket in range(num_buckets)]

@@ -8,7 +8,7 @@ from declutr.common.storage import hash_file
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.job.worker import CANDIDATES, most_frequent_labels, write_selected, write_unit
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.ledger import ledger_entries
@@ -97,7 +97,7 @@ def rows_of(config):
     """The records of a corpus, with content."""
     units, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     assert problems == []
-    return [record for unit in units for record in read_unit(unit, config.corpus, config.content)]
+    return [record for unit in units for record in UnitReader(unit, config.corpus, config.content)]
 
 
 def write_jsonl(path, *rows):

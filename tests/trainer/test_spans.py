@@ -289,7 +289,7 @@ def test_a_short_document_has_the_spans_that_its_own_geometry_gives(mode, settin
 @given(settings(), st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_long_documents_have_the_same_spans_in_every_mode_and_any_batch(setting, extra, seed):
     spans, geometry = setting
-    long = geometry.min_document_tokens + np.array(extra)
+    long = shortest_document(geometry) + np.array(extra)
     keys = np.arange(len(long), dtype=np.uint64)
     expected = sampled(spans, geometry, "drop", long, seed, keys)
     assert expected.present.all()

@@ -21,7 +21,7 @@ from declutr.encoders.protocol import missing, no_encoder
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
-from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.shards.ledger import Counts
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
@@ -83,7 +83,7 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
     """
     least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
     units, _ = plan_units(config.corpus, config.unit_mib)
-    records = (record for unit in units for record in read_unit(unit, config.corpus))
+    records = (record for unit in units for record in UnitReader(unit, config.corpus))
     read, sources = 0, dict[str, None]()  # 0, because a corpus may hold no record
     for read, record in enumerate(records, 1):
         sources[record.source] = None

@@ -23,7 +23,7 @@ from declutr.common import seeding
 from declutr.common.console.logs import get_logger
 from declutr.common.words import num_words
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.job.units import Corpus, plan_units, read_unit
+from declutr.pipeline.job.units import Corpus, UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.model.language_model import prompt_ids
@@ -94,7 +94,7 @@ def _read(corpus: Corpus, ids: set[bytes]) -> dict[bytes, str]:
     """The texts of the documents with these ids."""
     texts: dict[bytes, str] = {}
     units, _ = plan_units(corpus, None)
-    for record in (record for unit in units for record in read_unit(unit, corpus)):
+    for record in (record for unit in units for record in UnitReader(unit, corpus)):
         if len(texts) == len(ids):
             break
         if isinstance(record, Document) and not isinstance(record, Rejected):  # a rejected one is a Document too

@@ -53,7 +53,7 @@ from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
-from declutr.pipeline.job.units import Unit, plan_units, read_unit
+from declutr.pipeline.job.units import Unit, UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document
 from declutr.trainer.data.plan import permute
 
@@ -230,8 +230,8 @@ def _write_texts(
     place = next(places, None) if places else None
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for unit in units:
-            records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
-            fields = read_unit(unit, corpus_of(config, source_field)) if source_field else itertools.repeat(None)
+            records = keyed(unit, UnitReader(unit, corpus_of(config, config.text_field)), config)
+            fields = UnitReader(unit, corpus_of(config, source_field)) if source_field else itertools.repeat(None)
             for (record, key), field in zip(records, fields, strict=False):  # `itertools.repeat` has no end
                 record_number, source = next(number), field if isinstance(field, Document) and field.text else None
                 if source and (source.source, source.offset) != (record.source, record.offset):

@@ -23,11 +23,11 @@ from declutr.embedding.passages import Cutter, Passage
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, encode_counted, unit_rows
 from declutr.pipeline.job.units import (
     Unit,
+    UnitReader,
     check_unchanged,
     fit_units,
     hash_unit,
     plan_units,
-    read_unit,
     with_file_states,
 )
 from declutr.pipeline.readers.corpus import Choice, Document, FilesCorpus, ReadFailure, Record, TextField
@@ -200,7 +200,7 @@ def embed_unit(
     read = written = seen_bytes = 0
     counts = np.zeros(3, np.int64)
     with atomic_file(folder / f"{unit.name}.arrow") as aside:
-        reader = read_unit(unit, corpus_of(config, config.text_field))
+        reader = UnitReader(unit, corpus_of(config, config.text_field))
         with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for window in _windows(keyed(unit, reader, config)):
                 rows, ids, texts, places = list[int](), list[str](), list[str](), list[Passage]()
@@ -306,7 +306,7 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
     if config.id_field is None:
         yield from ((record, None) for record in records)
         return
-    for record, key in itertools.zip_longest(records, read_unit(unit, corpus_of(config, config.id_field))):
+    for record, key in itertools.zip_longest(records, UnitReader(unit, corpus_of(config, config.id_field))):
         if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
             place = record or key
             raise UsageError(f"{place.source} at {place.offset}: cannot pair texts with ids")

@@ -106,7 +106,7 @@ def locate(folder: Path, document: str) -> Iterator[str]:
             detail = f" ({entry.detail})" if entry.detail else ""
             yield f"  {'dropped' if entry.id else 'failed'}: {entry.status}{detail}"
             if entry.status in (*REASONS.values(), OTHER_LABEL):
-                copy = removed(folder, unit)[ordinal]
+                copy = removed(folder, unit)[0][ordinal]
                 (kept,) = entries_at(folder, [(int(copy.kept_unit), copy.kept_ordinal)]).values()
                 yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"
             continue

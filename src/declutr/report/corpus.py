@@ -151,7 +151,7 @@ class Content:
     def limits(self) -> dict[int, str]:
         """Meanings of the lengths in tokens that have a line in the drawing, ascending; of equal ones the last."""
         geometry = self.manifest.geometry
-        limits = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
+        limits = {geometry.max_tokens: "longest span", shortest_document(geometry): "room for all anchors"}
         return dict(sorted((limits | {self.shortest: "shortest document kept"}).items()))
 
     def lengths(self) -> dict[Role, Lengths]:

@@ -218,10 +218,6 @@ def test_keys_are_whole_or_refused(tmp_path):
         open_keys(tmp_path, "00000")
     with pytest.raises(ShardError, match=all_of("00001.arrow")):
         open_keys(tmp_path, "00001")
-    with pytest.raises(ValueError, match="ascending"):
-        write_keys(tmp_path, "00000", DuplicatesConfig(), [bytes(16)] * 2, [1, 1])
-    with pytest.raises(ValueError, match=all_of("1 signatures", "2 documents")):
-        write_keys(tmp_path, "00000", NEAR, [bytes(16)] * 2, [1, 2], [np.zeros(125, np.uint32)])
 
 
 @pytest.mark.parametrize(("similarity", "least"), [(0.6, 5), (0.72, 6), (0.625, 5), (1.0, 8)])

@@ -7,15 +7,13 @@ import numpy as np
 import planted
 import pytest
 import ray
-from messages import all_of
 from planted import write
 from preparing import checksums
 
-from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from declutr.pipeline.duplicates.keys import number
-from declutr.pipeline.duplicates.pairs import COLUMNS, DUPLICATES, removed
+from declutr.pipeline.duplicates.pairs import COLUMNS, removed
 from declutr.pipeline.duplicates.search import _join_all, find_duplicates, search_bucket
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
@@ -53,43 +51,34 @@ def searched(units, tmp_path_factory):
 
 def kinds(folder, names):
     """Dropped documents of all units by kind."""
-    return Counter(duplicate.kind for name in names for duplicate in removed(folder, name).values())
+    return Counter(duplicate.kind for name in names for duplicate in removed(folder, name)[0].values())
 
 
 def test_search_drops_copies_for_the_first_document(searched):
     folder, names = searched
-    assert number(folder, names, CONFIG)[2] > 2 * KEYS_PER_BUCKET, "three buckets, each a task"
+    assert number(folder, names)[2] > 2 * KEYS_PER_BUCKET, "three buckets, each a task"
     assert ray.cluster_resources()["CPU"] == 6, "as the fixture of the session has asked for"
-    assert [removed(folder, name) for name in names[:2]] == [{}, {}]
-    copies = removed(folder, names[2])
+    assert [removed(folder, name) for name in names[:2]] == [({}, None)] * 2
+    copies, _ = removed(folder, names[2])
     assert list(copies) == [3 * row + 1 for row in range(10)]
     for ordinal, duplicate in copies.items():
         assert (duplicate.unit, duplicate.ordinal, duplicate.kind) == (names[2], ordinal, "near")
         assert (duplicate.kept_unit, duplicate.kept_ordinal) == (names[0], ordinal)
         assert 0.7 < duplicate.similarity < 1
         assert duplicate.cluster_size == (4 if ordinal == 1 else 2)
-    last = removed(folder, names[3])
+    last, _ = removed(folder, names[3])
     assert [(d.kind, d.kept_unit, d.kept_ordinal) for d in last.values()] == [
         ("exact", names[0], 1),
         ("exact", names[0], 1),
         ("near", names[3], 3 * 7 + 1),
     ]
     assert kinds(folder, names) == {"near": 11, "exact": 2}
-    assert removed(folder, "99999") == {}
-
-
-def test_a_finished_search_is_not_repeated(searched):
-    folder, names = searched
-    before = (folder / DUPLICATES).stat().st_mtime_ns
-    find_duplicates(folder, names, CONFIG)
-    assert (folder / DUPLICATES).stat().st_mtime_ns == before
+    assert removed(folder, "99999") == ({}, None)
 
 
 def test_results_of_other_settings_or_keys_are_not_taken(units, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
-    with pytest.raises(ShardError, match=all_of("near: 3 words, 25 bands of 5", "exact: yes", "near: no")):
-        find_duplicates(tmp_path, names, DuplicatesConfig())
     strict = DuplicatesConfig(near=NearConfig(similarity=0.99))
     find_duplicates(tmp_path, names, strict)
     assert kinds(tmp_path, names) == {"exact": 2}
@@ -112,7 +101,7 @@ def test_the_order_of_units_and_of_buckets_does_not_show(units, searched, tmp_pa
     names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
     find_duplicates(tmp_path, names, CONFIG)
     assert checksums(tmp_path) == checksums(searched[0])
-    documents, _, _ = number(tmp_path, names, CONFIG)
+    documents, _, _ = number(tmp_path, names)
     rows = [search_bucket({"bucket": bucket}, documents, CONFIG, 3) for bucket in range(3)]
     orders = [_join_all(order) for order in permutations(rows)]
     for name in COLUMNS:

@@ -230,9 +230,11 @@ SPACED = st.text(
 )
 
 
-@given(st.one_of(st.text(), SPACED), st.integers(1, 7))
-def test_whitespace_equals_the_simple_definition_also_of_a_cut_text(text, piece):
-    assert normalise(text) == normalise(text, piece) == " ".join(text.split())
+@given(st.one_of(st.text(), SPACED), st.integers(65_470, 65_540), st.sampled_from("a\n"))
+def test_whitespace_equals_the_simple_definition_also_of_a_cut_text(text, length, before):
+    assert normalise(text) == " ".join(text.split())
+    text = before * length + text + "b"  # cut after 65,536 characters
+    assert normalise(text) == " ".join(text.split())
 
 
 def test_whitespace_of_several_pieces_and_every_whitespace_character():

@@ -16,7 +16,7 @@ from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.passages import all_documents, make_passages
 from declutr.common import errors
 from declutr.pipeline.job.output import Output, plan_of
-from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
+from declutr.pipeline.job.units import UnitReader, hash_unit, plan_units
 from declutr.pipeline.media.decoding import Limits
 from declutr.pipeline.media.media_rows import document_texts
 from declutr.pipeline.readers.corpus import Blob, Rules
@@ -201,19 +201,19 @@ def test_without_the_extra_files_are_counted_or_refused(tmp_path, make_config, o
     later, packed_later = plan_of(config, [read]), plan_of(config, [packed])
     monkeypatch.setitem(errors._PACKAGES, "documents", ("lxml", "absent_package"))
     (unread,), problems = plan_units(files(folder), 1, skipped)
-    assert (problems, outcomes(read_unit(unread, files(folder)))) == ([], [("a.md", "a")])
+    assert (problems, outcomes(UnitReader(unread, files(folder)))) == ([], [("a.md", "a")])
     says(describe_skipped(skipped.kinds())[0], "1 .html ('b.html')", ".docx", ".pdf", remedy)
     for name in ("b.html", "c.pdf", "d.docx"):
         (problem,) = plan_units(files(folder / name), 1)[1]
         says(problem, name, "absent_package", remedy)
     assert outcomes(read_all(files(folder / "b.html", format="text_file"))) == [("b.html", "<p>b")]
     (bare,), _ = plan_units(files(archive), 1)
-    records = list(read_unit(bare, files(archive)))
+    records = list(UnitReader(bare, files(archive)))
     assert [outcome for _, outcome in outcomes(records)] == ["a", *["unknown_format"] * 3]
     says(records[1].message, remedy)
     assert hash_unit(bare) != hash_unit(packed)  # or an archive that is half read could go on with more documents
     with pytest.raises(OSError, match="absent_package"):  # a host without it, in a preparation with it
-        list(read_unit(read, files(folder)))
+        list(UnitReader(read, files(folder)))
     for now, before in ((later, plan_of(config, [unread], skipped.kinds())), (packed_later, plan_of(config, [bare]))):
         (output[0] / "plan.json").write_text(before.model_dump_json())
         (problem,) = Output("out", output[0], config.duplicates, config.session).problems(now)

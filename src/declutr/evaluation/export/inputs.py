@@ -118,7 +118,7 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
     Raises:
         UsageError: nothing can be read.
     """
-    from declutr.pipeline.job.units import plan_units, read_unit  # loads pyarrow, for which no --help waits
+    from declutr.pipeline.job.units import UnitReader, plan_units  # loads pyarrow, for which no --help waits
 
     settings = {"kind": "files", "paths": config.corpus, "text_field": config.text_field}
     try:
@@ -136,7 +136,7 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
     for unit in units:
         if cut := characters >= _CORPUS_CHARACTERS:  # the corpus is held in memory
             break
-        for record in read_unit(unit, corpus):
+        for record in UnitReader(unit, corpus):
             if isinstance(record, Document):
                 texts.append(record.text)
                 characters += len(record.text)
