@@ -202,7 +202,7 @@ class Setting(workload.Workload):
 
         def prepare(spans: SpanBatch) -> RankBatch:
             contrasted = self.documents * self.spans.num_anchors if self.objective.embeds else 0
-            return RankBatch(spans.to(self.device), self.documents, contrasted)
+            return RankBatch(spans.to(self.device), contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:
             [sums] = train_step.gradients({"": batch}, 1)

@@ -201,13 +201,11 @@ class CanonicalMicrobatch(NamedTuple):
 
     Attributes:
         number: its number in the global batch.
-        num_documents: rows of the shards.
         num_spans: its spans.
         num_rows: its rows of views.
     """
 
     number: int
-    num_documents: int
     num_spans: int
     num_rows: int
 
@@ -218,8 +216,8 @@ class RankBatch:
 
     Attributes:
         spans: packed spans of its documents.
-        num_documents: rows of the shards; 0 when there are more ranks than documents.
-        num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings.
+        num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings, and for a
+            rank without documents.
         views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
@@ -227,7 +225,6 @@ class RankBatch:
     """
 
     spans: AnyBatch
-    num_documents: int
     num_rows: int
     facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
@@ -341,13 +338,12 @@ def collated(
     spans = _joined([part.spans for part in parts])
     return RankBatch(
         spans,
-        len(rows),
         sum(part.num_rows for part in parts),
         {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
         spans.digest(),
         views=_cat(views),
         canonical=tuple(
-            CanonicalMicrobatch(number, part.num_documents, part.spans.num_spans, part.num_rows)
+            CanonicalMicrobatch(number, part.spans.num_spans, part.num_rows)
             for number, part in enumerate(parts, start // canonical_documents)
         ),
     )
@@ -364,7 +360,6 @@ def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
         replace(
             batch,
             spans=part,
-            num_documents=microbatch.num_documents,
             num_rows=microbatch.num_rows,
             facts={},
             views=None if batch.views is None else batch.views[row : row + microbatch.num_rows] - bound,

@@ -170,7 +170,7 @@ class Simcse(TextObjective[SimcseConfig]):
             numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), count)])
         queries = np.isin(chosen, texts.first) if config.asks else None
         spans = collator.pack(texts, chosen, numbers, epochs, masking=masking, queries=queries)
-        return RankBatch(spans, count, count, views=places)
+        return RankBatch(spans, count, views=places)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""

@@ -66,7 +66,7 @@ class ClipCollator:
         clips = PatchBatch(
             torch.from_numpy(patches), torch.from_numpy(places), torch.from_numpy(lengths), torch.from_numpy(words)
         )
-        return RankBatch(clips, len(rows), len(rows), {"label": torch.from_numpy(label_keys(rows))})
+        return RankBatch(clips, len(rows), {"label": torch.from_numpy(label_keys(rows))})
 
     def describe(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> list[str]:
         """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""
