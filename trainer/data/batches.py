@@ -21,10 +21,11 @@ from torch import Tensor
 
 from declutr.common.seeding import U64
 from declutr.trainer.data.packedbatch import PackedBatch, digest_of, to_device
-from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_tokens, ranges
 
 I64 = NDArray[np.int64]
 IGNORED = -100  # the label that torch's cross entropy leaves out
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte, and those of a batch hundreds
 _MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
 
 
@@ -142,11 +143,17 @@ def pack_spans(
     # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
     for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
         ids[start : start + size] = tokens[source : source + size]
-    selected = labels = np.empty(0, np.int64)
+    picked = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     if masking is not None:
         settings, part = masking
-        owners = keys[part], epochs[part], numbers[part]
-        selected, labels = mask_spans(settings, seed, vocabulary, ids, places[part], content[part], *owners)
+        blocks = (np.cumsum(content[part]) - content[part]) // _MASKED_TOKENS  # of a span's first token
+        for some in np.split(np.arange(len(content))[part], np.flatnonzero(np.diff(blocks)) + 1):
+            within, span = ranges(content[some]), np.repeat(some, content[some])
+            place = places[span] + within
+            original, owners = ids[place], (keys[span], epochs[span], numbers[span])
+            ids[place], chosen = mask_tokens(settings, seed, vocabulary, original, *owners, within)
+            picked.append((place[chosen], original[chosen]))
+    selected, labels = (np.concatenate(parts) for parts in zip(*picked, strict=True))
     arrays = ids, lengths, selected, labels, dropout_words(seed, keys, epochs, numbers)
     batch = SpanBatch(*map(torch.from_numpy, arrays))
     return batch if rates is None else replace(batch, rates=torch.from_numpy(rates))
