@@ -213,7 +213,7 @@ class Supcon(Objective[SupconConfig]):
         if frontend is None or (content.kind == "audio" and not (labelled or masked)):
             return None
         # a label belongs to the whole clip alone
-        plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
+        plain = config.model_copy(update={"masks": MaskConfig()}) if labelled else config
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
         return NeighbourValidator(ClipCollator(plain, frontend.config, self.run.seed), held_out, rows, labelled)
 
