@@ -193,7 +193,9 @@ class Setting(workload.Workload):
         """Make span batches of `count` steps, on the CPU."""
         on_cpu = dataclasses.replace(self, device=torch.device("cpu"))
         for step in range(count):
-            yield on_cpu.batch(step * self.documents, self.documents).tokens
+            spans = on_cpu.batch(step * self.documents, self.documents).spans
+            assert isinstance(spans, SpanBatch)
+            yield spans
 
     def trainer_side(self) -> Side:
         """Build the side of the trainer's step."""

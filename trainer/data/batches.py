@@ -238,17 +238,6 @@ class RankBatch:
     views: Tensor | None = None
     canonical: tuple[CanonicalMicrobatch, ...] = ()
 
-    @property
-    def tokens(self) -> SpanBatch:
-        """The spans of a batch of texts.
-
-        Raises:
-            TypeError: they are clips of patches.
-        """
-        if not isinstance(self.spans, SpanBatch):
-            raise TypeError("a batch of images or sounds has patches, no tokens")
-        return self.spans
-
     @cached_property
     def views_alike(self) -> bool:
         """True if all views of each row have the same dropout key, so that they cannot differ by dropout."""
