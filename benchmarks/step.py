@@ -193,7 +193,9 @@ class Setting(workload.Workload):
         """Make span batches of `count` steps, on the CPU."""
         on_cpu = dataclasses.replace(self, device=torch.device("cpu"))
         for step in range(count):
-            yield on_cpu.batch(step * self.documents, self.documents).tokens
+            spans = on_cpu.batch(step * self.documents, self.documents).spans
+            assert isinstance(spans, SpanBatch)
+            yield spans
 
     def trainer_side(self) -> Side:
         """Build the side of the trainer's step."""
@@ -202,7 +204,7 @@ class Setting(workload.Workload):
 
         def prepare(spans: SpanBatch) -> RankBatch:
             contrasted = self.documents * self.spans.num_anchors if self.objective.embeds else 0
-            return RankBatch(spans.to(self.device), self.documents, contrasted)
+            return RankBatch(spans.to(self.device), contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:
             [sums] = train_step.gradients({"": batch}, 1)

@@ -39,8 +39,7 @@ from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.ranking import early_end, history
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, early_end, history
 from declutr.trainer.checkpoints.state import EXPORT, read_settings
 from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.config import TrainConfig

@@ -122,7 +122,7 @@ def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
     profile.export_chrome_trace(str(folder / "trace.json"))
     table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30)
     (folder / "kernels.txt").write_text(table, encoding="utf-8")
-    packed = [batch.tokens for batch in batches]
+    packed = [batch.spans for batch in batches]
     model = train_step.encoder.model
     flops = sum(step_flops(model, spans.lengths, len(spans.labels)) for spans in packed)
     tokens, peak = sum(spans.num_tokens for spans in packed), peak_flops(gpu_name(_DEVICE), half=True)
@@ -137,7 +137,7 @@ def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
 
 def _values(encoder: Encoder, workload: Workload, documents: int, half: bool = True) -> list[torch.Tensor]:
     """Embeddings of a batch, and the gradient of their sum with that of the MLM loss."""
-    batch = workload.batch(0, documents).tokens
+    batch = workload.batch(0, documents).spans
     encoder.zero_grad(set_to_none=True)
     with torch.autocast(_DEVICE.type, dtype=torch.bfloat16, enabled=half):
         embeddings, mlm = encoder(batch)

@@ -222,9 +222,9 @@ def equal_workers() -> Iterator[None]:
     """The counts of workers that have as many rows as this one; their exchange has no values."""
 
     def count(passes: GradCache, failed: bool = False) -> GlobalCounts | None:
-        size, rows = passes.comm.size, passes.batch.num_rows
+        size, rows = passes.task.comm.size, passes.batch.num_rows
         assert not failed
-        return GlobalCounts(len(passes.batch.spans.labels) * size, rows * passes.comm.rank, rows * size)
+        return GlobalCounts(len(passes.batch.spans.labels) * size, rows * passes.task.comm.rank, rows * size)
 
     with patch.object(GradCache, "count", count):
         yield

@@ -76,7 +76,7 @@ def share_of(case, arrays, number, comm, positives=True):
         ids, lengths = torch.cat([ids, kept[kept != pad]]), torch.cat([lengths, (kept != pad).sum(1)])
     selected = (labels != -100).nonzero()[:, 0]
     contrasted = (end - start) * case["A"] if positives else 0
-    return RankBatch(SpanBatch(ids, lengths, selected, labels[selected]), end - start, contrasted)
+    return RankBatch(SpanBatch(ids, lengths, selected, labels[selected]), contrasted)
 
 
 def recorded(arrays, prefix):
@@ -136,7 +136,7 @@ def test_gradients_of_each_term_equal_the_recorded_ones(figures, terms, microbat
     if terms == "contrastive":
         nothing = torch.empty(0, dtype=torch.int64)
         spans = SpanBatch(batch.spans.input_ids, batch.spans.lengths, nothing, nothing)
-        batch = RankBatch(spans, batch.num_documents, batch.num_rows)
+        batch = RankBatch(spans, batch.num_rows)
     runner.gradients({"": batch}, 1)
     gradients = {name: p.grad for name, p in runner.encoder.model.named_parameters() if p.grad is not None}
     expected = recorded(arrays, f"grad_{terms}/")

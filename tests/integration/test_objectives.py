@@ -1,8 +1,8 @@
 """Every variant of objective and encoder learns on real shards and resumes to the bit; shards of short documents."""
 
-import dataclasses
 import json
 import random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -149,14 +149,15 @@ def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     assert set(json.loads((path / "state.json").read_text())["files"]) == {f"{part}.safetensors" for part in parts}
 
 
-def held_out_embeddings(comm, values, chunk_documents):
+def held_out_embeddings(comm, values, chunk):
     """Embeddings of the held-out split by untrained weights."""
     plan = RunPlan.of(TrainConfig.model_validate(values))
     parts = build_parts(plan, comm, torch.float64)
     build_train_steps(plan, parts.tasks, 1)
     assert parts.encoder.sharded == (comm.size > 1)
     ((_, validator),) = build_validator(plan, parts, torch.device("cpu")).parts
-    return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(parts.encoder)
+    with patch("declutr.trainer.objectives.declutr.validator._CHUNK", chunk):
+        return validator.embed(parts.encoder)
 
 
 @pytest.mark.dist

@@ -13,8 +13,7 @@ from tinyruns import problems
 
 from declutr.common.errors import ConfigError
 from declutr.pipeline.shards.shards import load_manifest
-from declutr.trainer.checkpoints.checkpoint import read_state, steps_in
-from declutr.trainer.checkpoints.ranking import find_best
+from declutr.trainer.checkpoints.checkpoint import find_best, read_state, steps_in
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.train import run_training, train
 

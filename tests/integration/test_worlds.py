@@ -49,8 +49,8 @@ def global_steps(data, collator, world, **sizes):
     assert len({len(rank) for rank in ranks}) == 1
     steps = []
     for parts in zip(*ranks, strict=True):
-        assert sum(part.num_documents for part in parts) == BATCH
-        cut = [(spans_of(part), 2 * part.num_documents) for part in parts]
+        assert sum(part.num_rows for part in parts) == 2 * BATCH  # the anchors
+        cut = [(spans_of(part), part.num_rows) for part in parts]
         anchors = [span for spans, first in cut for span in spans[:first]]
         steps.append((anchors, [span for spans, first in cut for span in spans[first:]]))
     return steps

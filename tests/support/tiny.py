@@ -138,11 +138,11 @@ def contrastive(objective: Declutr, views: torch.Tensor) -> torch.Tensor:
     return objective.loss(Gathered(views))["contrastive"]
 
 
-def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int, num_documents: int = 1) -> RankBatch:
+def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int) -> RankBatch:
     """A batch of which only the numbers matter."""
     nothing = torch.empty(0, dtype=torch.int64)
     made = spans if isinstance(spans, SpanBatch) else SpanBatch(nothing, nothing, nothing, nothing)
-    return RankBatch(made, num_documents, num_rows)
+    return RankBatch(made, num_rows)
 
 
 def tiny_train_step(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> TrainStep:

@@ -1,6 +1,7 @@
 """Contrasts in tiles, whole and shared among workers, against the whole matrix; DeCLUTR's views, queue and losses."""
 
 from functools import cache, partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,8 +67,17 @@ def embeddings(pairs, size=12, dtype=torch.float64, seed=0):
     return torch.cat([anchors, anchors + 1.5 * noise]).to(dtype).requires_grad_(True)
 
 
-def value_and_gradient(loss, rows, *arguments):
-    value = loss(rows, *arguments)
+WHOLE = 1024
+
+
+def tiles(rows):
+    """Tiles of this many rows and columns."""
+    return patch("declutr.trainer.objectives.base._CPU_TILE", rows)
+
+
+def value_and_gradient(loss, rows, *arguments, tile=WHOLE):
+    with tiles(tile):
+        value = loss(rows, *arguments)
     (gradient,) = torch.autograd.grad(value, rows)
     return value, gradient
 
@@ -83,33 +93,33 @@ def test_any_tile_gives_the_dense_value_and_gradient(dtype, queued, temperature)
     expected = value_and_gradient(dense, exact, temperature, queue.double())
     # A rounding by eps of a cosine moves a logit by eps / t: float32 cannot promise 1e-5 of a gradient at 5e-4.
     allowed = LIMITS[dtype] * (1.0 if dtype == torch.float64 else max(1.0, 0.005 / temperature))
-    for tile in (1, 3, 7, 16, 18, 19, 20, 37, 38, 39, None):
-        value, gradient = value_and_gradient(ntxent, rows, temperature, queue, tile)
+    for tile in (1, 3, 7, 16, 18, 19, 20, 37, 38, 39, WHOLE):
+        value, gradient = value_and_gradient(ntxent, rows, temperature, queue, tile=tile)
         assert value.dtype == gradient.dtype == dtype
         assert deviation([value], [expected[0]]) < LIMITS[dtype]
         assert deviation([gradient], [expected[1]]) < allowed
 
 
 NOTHING = {
-    "one pair": lambda rows, tile: ntxent(rows[:2], 0.05, None, tile),
-    "one document": lambda rows, tile: ntxent(rows, 0.2, None, tile, documents=torch.zeros(3)),
-    "one query": lambda rows, tile: infonce(rows[:1], rows[1:2].detach(), 0.05, tile=tile),
+    "one pair": lambda rows: ntxent(rows[:2], 0.05),
+    "one document": lambda rows: ntxent(rows, 0.2, documents=torch.zeros(3)),
+    "one query": lambda rows: infonce(rows[:1], rows[1:2].detach(), 0.05),
 }
 
 
-@pytest.mark.parametrize("tile", [1, None])
+@pytest.mark.parametrize("tile", [1, WHOLE])
 @pytest.mark.parametrize("loss", NOTHING.values(), ids=list(NOTHING))
 def test_loss_without_a_negative_is_zero_and_has_no_gradient(loss, tile):
-    value, gradient = value_and_gradient(loss, embeddings(3), tile)
+    value, gradient = value_and_gradient(loss, embeddings(3), tile=tile)
     assert value == 0
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("tile", [1, None])
+@pytest.mark.parametrize("tile", [1, WHOLE])
 def test_queue_is_the_negatives_of_a_single_pair(tile):
     rows, queue = embeddings(1), embeddings(3, seed=1).detach()
     expected = value_and_gradient(dense, rows, 0.05, queue)
-    assert deviation(value_and_gradient(ntxent, rows, 0.05, queue, tile), expected) < 1e-10
+    assert deviation(value_and_gradient(ntxent, rows, 0.05, queue, tile=tile), expected) < 1e-10
 
 
 def test_lost_and_won_terms_keep_their_digits():
@@ -118,7 +128,7 @@ def test_lost_and_won_terms_keep_their_digits():
     for positives in (anchors, -anchors, anchors.roll(1, 0)):
         rows = torch.cat([anchors, positives]).float().requires_grad_(True)
         exact = rows.detach().double().requires_grad_(True)
-        value, gradient = value_and_gradient(ntxent, rows, 5e-4, None, 5)
+        value, gradient = value_and_gradient(ntxent, rows, 5e-4, tile=5)
         expected = value_and_gradient(dense, exact, 5e-4)
         assert torch.allclose(value.double(), expected[0], rtol=1e-5)
         assert torch.isfinite(gradient).all()
@@ -144,8 +154,8 @@ class Watched(TorchDispatchMode):
 def test_no_matrix_beyond_a_tile(queued):
     pairs, tile = 200, 32
     rows, queue = embeddings(pairs, size=4), embeddings(queued, size=4, seed=1).detach()[:queued]
-    with Watched() as seen:
-        ntxent(rows, 0.05, queue, tile).backward()
+    with Watched() as seen, tiles(tile):
+        ntxent(rows, 0.05, queue).backward()
     assert seen.largest == max(tile * tile, rows.numel(), queue.numel())
 
 
@@ -206,8 +216,8 @@ def test_loss_in_any_tiles_equals_its_plain_writing(name, dtype):
     loss, plain, arguments = LOSSES[name]
     expected = value_and_gradient(lambda v: plain(*arguments(v)), views_of(torch.float64).requires_grad_())
     views = views_of(dtype).requires_grad_()
-    for tile in (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, None):
-        value, gradient = value_and_gradient(lambda v, tile=tile: loss(*arguments(v), tile), views)
+    for tile in (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, WHOLE):
+        value, gradient = value_and_gradient(lambda v: loss(*arguments(v)), views, tile=tile)
         assert value.dtype == gradient.dtype == dtype
         assert deviation([value], expected[:1]) < LIMITS[dtype], tile
         assert deviation([gradient], expected[1:]) < LIMITS[dtype], tile
@@ -223,12 +233,13 @@ def computed(comm, dtype, bounds):
     start, end = bounds[comm.rank]
     found = {}
     for name, (loss, _, arguments) in LOSSES.items():
-        for tile in (1, 3, 8, None):
+        for tile in (1, 3, 8, WHOLE):
             own = views_of(dtype)[start:end].requires_grad_()
             table = comm.all_gather(own.flatten(1), start, ROWS).view(ROWS, 2, -1)
             if table.requires_grad:
                 table.retain_grad()
-            value = loss(*arguments(table), tile, RowShard(comm, start, end, ROWS))
+            with tiles(tile):
+                value = loss(*arguments(table), row_shard=RowShard(comm, start, end, ROWS))
             value.backward()
             # layers between the views and the loss must see this rank's rows alone
             assert not torch.cat([table.grad[:start], table.grad[end:]]).any()
@@ -242,8 +253,8 @@ def counted(comm):
     start, end = rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size
     for row_shard in (None, RowShard(comm, start, end, rows)):
         table = torch.randn(2 * rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with Watched() as seen:
-            ntxent(table, 0.1, None, 16, row_shard).backward()
+        with Watched() as seen, tiles(16):
+            ntxent(table, 0.1, row_shard=row_shard).backward()
         found.append(seen.products)
     return found
 
@@ -288,7 +299,7 @@ def test_shares_add_up_to_the_whole_loss(size, dtype):
         views = views_of(torch.float64).requires_grad_()
         expected = plain(*arguments(views))
         expected.backward()
-        for tile in (1, 3, 8, None):
+        for tile in (1, 3, 8, WHOLE):
             assert {rank[name, tile][0] for rank in ranks} == {ranks[0][name, tile][0]}, name
             assert ranks[0][name, tile][0] == pytest.approx(expected.item(), rel=LIMITS[dtype]), name
             gradient = torch.cat([rank[name, tile][1] for rank in ranks])

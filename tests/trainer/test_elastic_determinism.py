@@ -107,9 +107,8 @@ def test_gradient_is_that_of_the_whole_batch(unit):
     plain.gradients({"": whole}, 1)
     batch = batch_of(collator, Communicator(), 0, unit)
     assert batch.spans.digest() == whole.spans.digest()
-    assert [part.num_documents for part in canonical_microbatches(batch)] == [unit] * (9 // unit) + (
-        [1] if unit == 2 else []
-    )
+    rows = [part.num_rows for part in canonical_microbatches(batch)]  # two of each document
+    assert rows == [2 * unit] * (9 // unit) + ([2] if unit == 2 else [])
     found = gradients(train_step, batch)
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.encoder.parameters()]
     assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) <= 10 / SCALE
@@ -121,7 +120,7 @@ def test_units_have_their_numbers_in_the_global_batch():
     collator, table = train_step_of(Communicator())[1], documents(LENGTHS, 12)
     batch = collated(collator, table.slice(4, 5), np.zeros(5, np.int64), 4, 2)
     assert [unit.number for unit in batch.canonical] == [2, 3, 4]
-    assert [unit.num_documents for unit in batch.canonical] == [2, 2, 1]
+    assert [unit.num_rows for unit in batch.canonical] == [4, 4, 2]  # two of each document
 
 
 def test_a_gradient_that_could_overflow_is_found():

@@ -95,16 +95,17 @@ def test_kernel_problem_names_capability_or_head_size(capability, head_size, rea
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("most_weights", [1, 200, 2**26])
-def test_attention_weights_of_some_spans_at_a_time_are_those_of_all(masked, most_weights):
+def test_attention_weights_of_some_spans_at_a_time_are_those_of_all(masked, most_weights, monkeypatch):
     """The same bits, values and gradients, as with the weights of all spans."""
+    monkeypatch.setattr("declutr.trainer.model.dropout._WEIGHTS", most_weights)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(5, 2, 7, 4, generator=generator).requires_grad_() for _ in range(3))
     mask = (torch.rand(5, 1, 1, 7, generator=generator) < 0.8) | (torch.arange(7) == 0) if masked else None
     keys = words(1, 35, CPU).view(5, 7)
     drop = WeightDropout(torch.tensor(3), 0.3, keys)
     found = []
-    for explicit, more in ((attend_with_dropout, {}), (attend_in_parts, {"most_weights": most_weights})):
-        out = explicit(query, key, value, mask, None, drop, **more)
+    for explicit in (attend_with_dropout, attend_in_parts):
+        out = explicit(query, key, value, mask, None, drop)
         found.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

@@ -231,10 +231,11 @@ def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
     assert run_id(fork, FACTS | {"run": "/runs/fork"}) != identity
     assert len(identity) == 16
     assert run_id(one, FACTS | {"run": "/moved", "host": "there"}) == identity
-    (one / WANDB_ID).write_text("{")
-    assert run_id(one, FACTS) == identity
-    assert WANDB_ID in "\n".join(log)
-    assert json.loads((one / WANDB_ID).read_text()) == {"id": identity}
+    for number, damaged in enumerate(("{", "{}"), 1):
+        (one / WANDB_ID).write_text(damaged)
+        assert run_id(one, FACTS) == identity
+        assert "\n".join(log).count(WANDB_ID) == number
+        assert json.loads((one / WANDB_ID).read_text()) == {"id": identity}
 
 
 @without_wandb

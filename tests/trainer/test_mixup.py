@@ -61,7 +61,6 @@ def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert rows["label"].to_pylist() == labels
     changed = [not np.array_equal(a, b) for a, b in zip(clips_of(rows), clips_of(CLIPS), strict=True)]
-    assert changed == rows["mixed"].to_pylist()
     assert {0.5: 0 < sum(changed) < 7, 1.0: all(changed), 0.0: not any(changed)}[rate]
     assert rate != 1.0 or labels != CLIPS["label"].to_pylist()
 
@@ -83,9 +82,9 @@ def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
     silent = pa.array([[0.0] * MELS] * 3000, pa.list_(pa.float32()))
     rows = rows.set_column(rows.column_names.index("frames"), "frames", silent)
     found = mixing(0.5, 0)(rows, np.zeros(3000, np.int64), Rows(rows))
-    mixed = found["mixed"].to_numpy()
-    assert mixed.sum() == pytest.approx(1500, abs=110)
-    powers = np.exp([clip[0, 0] for clip in clips_of(found)])[mixed]
+    powers = np.exp([clip[0, 0] for clip in clips_of(found)])
+    powers = powers[powers < 1]
+    assert len(powers) == pytest.approx(1500, abs=110)
     uneven = np.sqrt(np.maximum(2 * powers - 1, 0))
     law = beta(10, 10).cdf
     assert kstest(uneven, lambda x: law((1 + x) / 2) - law((1 - x) / 2)).pvalue > 1e-3
@@ -155,29 +154,24 @@ def test_the_partner_and_share_of_a_mixture_are_told(sounds):
     before, after = clips_of(rows), clips_of(mixed)
     for number, one in enumerate(told):
         found = re.search(r"^([\d.]+) of it mixed with ([\d.]+) of (.*? at \d+)", one)
-        assert (found is not None) == mixed["mixed"][number].as_py()
+        assert (found is None) == np.array_equal(before[number], after[number])
         if found:
             other = clips_of(shards.take(np.array([every[found[3]]])))[0]
             expected = mixture(before[number], other, float(found[1]))
             np.testing.assert_allclose(after[number], expected, atol=0.01)
 
 
-def test_clips_that_were_not_mixed_are_refused():
-    collator = ClipCollator(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
-    with pytest.raises(ValueError, match=all_of("objective.mixup = 0.5", "`fetch`")):
-        collator.collate(CLIPS, np.zeros(7, np.int64))
-
-
 def test_images_are_neither_mixed_nor_masked():
     rows = image_rows([(9, 9)] * 3)
     collator = ClipCollator(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
-    assert "mixed" not in collator.fetch(rows, np.zeros(3, np.int64), Rows(rows)).column_names
+    epochs = np.zeros(3, np.int64)
+    assert collator.fetch(rows, epochs, Rows(rows)).equals(collator.fetch.views(rows, epochs))
 
 
 def test_mixup_of_a_worker_without_rows_is_empty():
     rows = mixing(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
     assert len(rows) == 0
-    assert rows.schema.equals(CLIPS.schema.append(pa.field("mixed", pa.bool_())))
+    assert rows.schema.equals(CLIPS.schema)
 
 
 def test_tasks_that_read_shards_mix_as_the_worker_does(sounds):
@@ -192,8 +186,9 @@ def test_tasks_that_read_shards_mix_as_the_worker_does(sounds):
         return read_chunk({"id": np.zeros(1, np.int64)}, part, 0)
 
     alone = chunk(0, 1)
-    assert 0 < sum(alone["mixed"].to_pylist()) < len(alone)
     epochs, documents = plan.documents(0, 2, 0, 6)
+    apart = zip(clips_of(alone), clips_of(shards.take(documents)), strict=True)
+    assert 0 < sum(np.array_equal(one, other) for one, other in apart) < len(alone)
     assert alone.equals(fetched(shards, documents, epochs, collator.fetch))
     for step in (0, 1):
         halves = pa.concat_tables([chunk(rank, 2).slice(3 * step, 3) for rank in (0, 1)])

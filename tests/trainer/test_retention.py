@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save
 from states import state_of
 
 from declutr.common.errors import CheckpointError, UnreadableError
-from declutr.trainer.checkpoints import checkpoint, ranking, saver
-from declutr.trainer.checkpoints.ranking import early_end, find_best, from_best, history, kept
+from declutr.trainer.checkpoints import checkpoint, saver
+from declutr.trainer.checkpoints.checkpoint import early_end, find_best, from_best, history, kept
 from declutr.trainer.checkpoints.saver import write_tensors
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.metrics import MetricsWriter
@@ -74,7 +74,7 @@ def test_broken_ones_neither_count_nor_stay(tmp_path):
     truncate(checkpoint.checkpoint_path(tmp_path, 4) / "encoder.safetensors")
     (tmp_path / "step-00000003" / "state.json").unlink()
     write(tmp_path, 6)
-    ranking.prune(tmp_path, CheckpointConfig(keep_last=2), "mrr", 6)
+    checkpoint.prune(tmp_path, CheckpointConfig(keep_last=2), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [1, 2, 6]
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_beyond_the_newest_never_displaces_it(tmp_path, broken):
     if broken:
         shutil.rmtree(tmp_path / "step-00000008")
         (tmp_path / "step-00000008").mkdir()
-    ranking.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 7)
+    checkpoint.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 7)
     assert checkpoint.steps_in(tmp_path) == ([7] if broken else [7, 8])
     _, state = checkpoint.find_latest(tmp_path)
     assert state.step == (7 if broken else 8)
@@ -148,7 +148,7 @@ def test_unreadable_checkpoint_is_not_a_broken_one(tmp_path, log):
     shutil.rmtree(tmp_path / "step-00000004")
     with pytest.raises(UnreadableError, match="cannot be read"):
         checkpoint.find_latest(tmp_path)
-    ranking.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 6)
+    checkpoint.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [6], "it may be whole"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import RemoteError, SaveError
-from declutr.trainer.checkpoints import checkpoint, ranking
+from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import Contents
 from declutr.trainer.checkpoints.state import XXH3, CheckpointConfig, RunState
 
@@ -201,7 +201,7 @@ class Saver:
             checkpoint.save(self.folder, job.state, job.contents)
             self._saved_job = job
             try:
-                ranking.prune(self.folder, self.config, self.score, job.state.step)
+                checkpoint.prune(self.folder, self.config, self.score, job.state.step)
             except OSError as error:  # the next checkpoint deletes them
                 get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
         if self._after is not None:

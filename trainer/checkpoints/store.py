@@ -13,7 +13,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import RETRY_SECONDS, Folder
-from declutr.trainer.checkpoints import checkpoint, ranking
+from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.loggers import TENSORBOARD
@@ -62,9 +62,9 @@ class RunStore:
         return self._fetch_first(list(reversed(self._steps())), expected)
 
     def fetch_best(self, score: str) -> None:
-        """Fetches the checkpoint that `ranking.find_best` would choose, in place of the local ones."""
+        """Fetches the checkpoint that `checkpoint.find_best` would choose, in place of the local ones."""
         scores = self._scores(self._steps(), score)
-        self._fetch_first(ranking.from_best({step: value for step, value in scores.items() if value is not None}))
+        self._fetch_first(checkpoint.from_best({step: value for step, value in scores.items() if value is not None}))
 
     def fetch_step(self, step: int) -> None:
         """Fetches a checkpoint from the store and deletes other local checkpoints.
@@ -89,7 +89,7 @@ class RunStore:
         self._states.pop(step, None)
         sent = self._scores([other for other in self._steps() if other <= step], score)
         here = {other: state.scores.get(score) for other, state in checkpoint.states_in(self.folder / CHECKPOINTS)}
-        keep = ranking.kept({other: value for other, value in (here | sent).items() if other <= step}, config)
+        keep = checkpoint.kept({other: value for other, value in (here | sent).items() if other <= step}, config)
         for other in dict.fromkeys([*keep, step]):  # the newest also if its state cannot be read here now
             if other not in sent:
                 self._there(other).send(self._here(other))

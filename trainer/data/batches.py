@@ -21,10 +21,11 @@ from torch import Tensor
 
 from declutr.common.seeding import U64
 from declutr.trainer.data.packedbatch import PackedBatch, digest_of, to_device
-from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_tokens, ranges
 
 I64 = NDArray[np.int64]
 IGNORED = -100  # the label that torch's cross entropy leaves out
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte, and those of a batch hundreds
 _MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
 
 
@@ -142,11 +143,17 @@ def pack_spans(
     # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
     for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
         ids[start : start + size] = tokens[source : source + size]
-    selected = labels = np.empty(0, np.int64)
+    picked = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     if masking is not None:
         settings, part = masking
-        owners = keys[part], epochs[part], numbers[part]
-        selected, labels = mask_spans(settings, seed, vocabulary, ids, places[part], content[part], *owners)
+        blocks = (np.cumsum(content[part]) - content[part]) // _MASKED_TOKENS  # of a span's first token
+        for some in np.split(np.arange(len(content))[part], np.flatnonzero(np.diff(blocks)) + 1):
+            within, span = ranges(content[some]), np.repeat(some, content[some])
+            place = places[span] + within
+            original, owners = ids[place], (keys[span], epochs[span], numbers[span])
+            ids[place], chosen = mask_tokens(settings, seed, vocabulary, original, *owners, within)
+            picked.append((place[chosen], original[chosen]))
+    selected, labels = (np.concatenate(parts) for parts in zip(*picked, strict=True))
     arrays = ids, lengths, selected, labels, dropout_words(seed, keys, epochs, numbers)
     batch = SpanBatch(*map(torch.from_numpy, arrays))
     return batch if rates is None else replace(batch, rates=torch.from_numpy(rates))
@@ -201,13 +208,11 @@ class CanonicalMicrobatch(NamedTuple):
 
     Attributes:
         number: its number in the global batch.
-        num_documents: rows of the shards.
         num_spans: its spans.
         num_rows: its rows of views.
     """
 
     number: int
-    num_documents: int
     num_spans: int
     num_rows: int
 
@@ -218,8 +223,8 @@ class RankBatch:
 
     Attributes:
         spans: packed spans of its documents.
-        num_documents: rows of the shards; 0 when there are more ranks than documents.
-        num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings.
+        num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings, and for a
+            rank without documents.
         views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
@@ -227,23 +232,11 @@ class RankBatch:
     """
 
     spans: AnyBatch
-    num_documents: int
     num_rows: int
     facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
     views: Tensor | None = None
     canonical: tuple[CanonicalMicrobatch, ...] = ()
-
-    @property
-    def tokens(self) -> SpanBatch:
-        """The spans of a batch of texts.
-
-        Raises:
-            TypeError: they are clips of patches.
-        """
-        if not isinstance(self.spans, SpanBatch):
-            raise TypeError("a batch of images or sounds has patches, no tokens")
-        return self.spans
 
     @cached_property
     def views_alike(self) -> bool:
@@ -341,13 +334,12 @@ def collated(
     spans = _joined([part.spans for part in parts])
     return RankBatch(
         spans,
-        len(rows),
         sum(part.num_rows for part in parts),
         {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
         spans.digest(),
         views=_cat(views),
         canonical=tuple(
-            CanonicalMicrobatch(number, part.num_documents, part.spans.num_spans, part.num_rows)
+            CanonicalMicrobatch(number, part.spans.num_spans, part.num_rows)
             for number, part in enumerate(parts, start // canonical_documents)
         ),
     )
@@ -364,7 +356,6 @@ def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
         replace(
             batch,
             spans=part,
-            num_documents=microbatch.num_documents,
             num_rows=microbatch.num_rows,
             facts={},
             views=None if batch.views is None else batch.views[row : row + microbatch.num_rows] - bound,

@@ -132,15 +132,12 @@ class TokenTable:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The table after `move` of each tensor, for example to page-locked memory."""
-        return type(self)(
-            move(self.lengths),
-            move(self.bounds),
-            move(self.owners),
-            move(self.places),
-            None if self.keys is None else move(self.keys),
-            None if self.hidden is None else self.hidden.rearranged(move),
-            None if self.attention is None else self.attention.rearranged(move),
-        )
+        moved = {
+            name: value.rearranged(move) if isinstance(value, TokenRates) else move(value)
+            for name, value in vars(self).items()
+            if value is not None
+        }
+        return replace(self, **moved)
 
     def slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
         """The part of consecutive spans.

@@ -1,12 +1,10 @@
-"""Spans of documents packed one after the other, with their special tokens and dropout keys, and masked for MLM.
+"""Special tokens, dropout keys and masks for MLM of packed spans.
 
 Masking is BERT's recipe. Every draw depends on (seed, epoch, document, span, place of the token in the span) only.
 Numpy only: a config is read without torch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +15,6 @@ from declutr.common.config import Strict
 
 I64 = NDArray[np.int64]
 _SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
-_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte, and those of a batch hundreds
 
 
 @dataclass(frozen=True)
@@ -113,55 +110,7 @@ def mask_tokens(
     return masked, selected
 
 
-def mask_spans(
-    masking: MaskingConfig,
-    seed: int,
-    vocabulary: Vocabulary,
-    ids: I64,
-    places: I64,
-    sizes: I64,
-    keys: seeding.U64,
-    epochs: seeding.U64,
-    numbers: I64,
-) -> tuple[I64, I64]:
-    """Masks m spans in `ids`, a few at a time.
-
-    Args:
-        masking: shares of selected and replaced tokens.
-        seed: the run's seed.
-        vocabulary: ids of the tokenizer.
-        ids: `(T,)` tokens, changed in place.
-        places: `(m,)` places of the spans' first tokens in `ids`.
-        sizes: `(m,)` tokens of the spans, without specials.
-        keys: `(m,)` keys of the spans' documents.
-        epochs: `(m,)` epochs in which the documents are read.
-        numbers: `(m,)` numbers of the spans in their documents.
-
-    Returns:
-        `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
-    """
-    pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for part in _cuts(sizes, _MASKED_TOKENS):
-        within = ranges(sizes[part])
-        place = np.repeat(places[part], sizes[part]) + within
-        span = np.repeat(np.arange(part.start, part.stop), sizes[part])
-        original = ids[place]
-        owners = keys[span], epochs[span], numbers[span]
-        ids[place], chosen = mask_tokens(masking, seed, vocabulary, original, *owners, within)
-        pieces.append((place[chosen], original[chosen]))
-    selected, labels = zip(*pieces, strict=True)
-    return np.concatenate(selected), np.concatenate(labels)
-
-
 def ranges(sizes: I64) -> I64:
     """0..size-1 for each size, one after the other."""
     starts = np.cumsum(sizes) - sizes
     return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
-
-
-def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
-    """Slices of consecutive items whose first tokens are in the same block of `limit` tokens."""
-    piece = (np.cumsum(sizes) - sizes) // limit
-    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
-    for start, end in pairwise(edges):
-        yield slice(start, end)

@@ -12,7 +12,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import CheckpointError, DamagedError
 from declutr.common.storage import atomic_folder, hash_file, hash_json, put_back, set_aside, write_json, write_text
 from declutr.trainer.build import build_encoder, build_objective, load_tokenizer
-from declutr.trainer.checkpoints import checkpoint, ranking
+from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, RunState, read_settings
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
@@ -41,7 +41,7 @@ def export(plan: RunPlan, done: int) -> Path:
     target = run / EXPORT
     folder = run / CHECKPOINTS
     best = config.export == "best"
-    source = ranking.find_best(folder, config.validation.score) if best else checkpoint.find_latest(folder)
+    source = checkpoint.find_best(folder, config.validation.score) if best else checkpoint.find_latest(folder)
     if source is None:
         raise CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = source
@@ -102,9 +102,9 @@ def _damage(target: Path) -> str | None:
 
 def _is_better(step: int, plan: RunPlan, state: RunState) -> bool:
     """True if the export has the weights of a better step, whose checkpoint broke after the end of the run."""
-    scores = ranking.history(plan.folder, plan.config.validation.score, max(step, state.step))
+    scores = checkpoint.history(plan.folder, plan.config.validation.score, max(step, state.step))
     both = {number: scores[number] for number in (step, state.step) if number in scores}
-    if len(both) < 2 or ranking.from_best(both)[0] != step:
+    if len(both) < 2 or checkpoint.from_best(both)[0] != step:
         return False
     message = "keeping %s: no checkpoint is as good as that of step %d, which is gone"
     get_logger().warning(message, plan.folder / EXPORT, step)

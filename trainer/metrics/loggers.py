@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import DamagedError, missing_extra
 from declutr.common.storage import hash_json, read_record, write_json
@@ -159,20 +157,14 @@ def run_id(folder: Path, facts: Mapping[str, str]) -> str:
     """
     path = folder / WANDB_ID
     try:
-        return read_record(path, _Stored).id
+        return read_record(path, dict[str, str])["id"]
     except FileNotFoundError:
         pass
-    except DamagedError as error:
-        get_logger().warning("%s: writing it again", error)
+    except (DamagedError, KeyError):
+        get_logger().warning("%s is damaged: writing it again", path)
     identity = hash_json(dict(facts))[:16]
     write_json(path, {"id": identity})
     return identity
-
-
-class _Stored(msgspec.Struct, frozen=True):
-    """The content of `wandb.json`."""
-
-    id: str
 
 
 @contextmanager

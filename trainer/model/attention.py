@@ -87,11 +87,6 @@ class AttentionLayout:
             self.order = to_device(order.int(), self.device)
 
     @cached_property
-    def is_table(self) -> bool:
-        """True if all spans have the same length; then the row can be viewed as their table without copying."""
-        return bool((self.lengths == self.lengths[0]).all())
-
-    @cached_property
     def groups(self) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor]:
         """Groups of spans of similar length, which attend in one call and cover every token once.
 
@@ -172,12 +167,13 @@ def attend_in_groups(
     layout: AttentionLayout,
 ) -> Tensor:
     """As `packed_attention`, with one call for each group of spans of similar length; `drop` has keys `(T,)`."""
-    # not in training: some steps have one span, or spans of one length, and would cause a second compilation
-    table = layout.is_table and not torch.is_grad_enabled()
+    groups, order = layout.groups
+    # The row of spans of one length can be viewed as their table without copying. Not in training: some steps have one
+    # span, or spans of one length, and would cause a second compilation.
+    table = len(groups) == 1 and groups[0][1] is None and not torch.is_grad_enabled()
     if not table:
         rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []
-    groups, order = layout.groups
     for tokens, valid in groups:
         if table:
             q, k, v = (tensor[0].unflatten(1, tokens.shape).transpose(0, 1) for tensor in (query, key, value))

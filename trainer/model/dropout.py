@@ -243,13 +243,7 @@ def attend_with_dropout(
 
 
 def attend_in_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    drop: WeightDropout,
-    most_weights: int = _WEIGHTS,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, drop: WeightDropout
 ) -> Tensor:
     """As `attend_with_dropout`, some spans at a time; the backward computes the weights of each part again.
 
@@ -260,10 +254,9 @@ def attend_in_parts(
         mask: boolean or numbers, which broadcast to the weights; None: every key may be attended to.
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
         drop: dropout of the weights, with keys `(spans, longest)`.
-        most_weights: largest number of weights that exist at a time; a span is never cut.
     """
     spans, heads, longest = query.shape[:3]
-    size = max(1, most_weights // max(1, heads * longest * longest))  # a span above the limit is a part of its own
+    size = max(1, _WEIGHTS // max(1, heads * longest * longest))  # a span above the limit is a part of its own
     parts = []
     for start in range(0, spans, size):
         part = slice(start, start + size)

@@ -27,12 +27,7 @@ _MASKED = 9  # above the views' numbers, 0 to 2, so a copy has its own dropout
 
 
 def infonce(
-    queries: Tensor,
-    columns: Tensor,
-    temperature: float,
-    own_weight: float = 0.0,
-    tile: int | None = None,
-    row_shard: RowShard | None = None,
+    queries: Tensor, columns: Tensor, temperature: float, own_weight: float = 0.0, row_shard: RowShard | None = None
 ) -> Tensor:
     """Mean over i of -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = cos(q_i, c_j) / t + w [j = i + N].
 
@@ -44,12 +39,11 @@ def infonce(
         columns: `(N, D)` positives, or `(2N, D)` positives and hard negatives.
         temperature: t.
         own_weight: w, added to the logit of a query's own hard negative.
-        tile: rows and columns of a tile; None: by device. The result does not depend on it.
         row_shard: this worker's rows of N, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(queries.device.type, enabled=False):
         rows, unit_columns = unit_rows(queries), unit_rows(columns)
-        settings = temperature, own_weight, tile or tile_rows(rows.device), row_shard
+        settings = temperature, own_weight, tile_rows(rows.device), row_shard
         scores = _Scores(rows.detach(), unit_columns.detach(), *settings)
         value: Tensor = _TiledInfoNCE.apply(rows, unit_columns, scores)  # type: ignore[no-untyped-call]
         return value
@@ -170,7 +164,7 @@ class Simcse(TextObjective[SimcseConfig]):
             numbers = np.concatenate([numbers, _MASKED + np.tile(np.arange(copied.shape[1]), count)])
         queries = np.isin(chosen, texts.first) if config.asks else None
         spans = collator.pack(texts, chosen, numbers, epochs, masking=masking, queries=queries)
-        return RankBatch(spans, count, count, views=places)
+        return RankBatch(spans, count, views=places)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""

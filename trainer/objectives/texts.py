@@ -241,7 +241,7 @@ class Scd(TextObjective[ScdConfig]):
         numbers = np.tile([0, 1], count)  # one key with two rates would nest the masks of the views
         by_view = np.array(rates, np.float64).T  # of hidden states and attention weights
         spans = collator.pack(texts, np.repeat(texts.first, 2), numbers, epochs, by_view[numbers])
-        return RankBatch(spans, count, count)
+        return RankBatch(spans, count)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """The two terms (SCD eq. 1 to 4, as the released code computes them)."""
@@ -339,7 +339,6 @@ class Scl(TextObjective[SclConfig]):
         }
         return RankBatch(
             spans,
-            len(texts.first),
             len(hypotheses),
             {name: torch.from_numpy(values) for name, values in facts.items()},
             views=torch.from_numpy(np.stack([premises[hypotheses], hypotheses], axis=1)),

@@ -190,16 +190,6 @@ class GradCache:
     batch: RankBatch
     pieces: list[AnyBatch]
 
-    @property
-    def objective(self) -> Objective[Any]:
-        """The loss on the views of the global batch."""
-        return self.task.objective
-
-    @property
-    def comm(self) -> Communicator:
-        """The workers."""
-        return self.task.comm
-
     def count(self, failed: bool = False) -> GlobalCounts | None:
         """Totals over all ranks, by one all-reduce; None on every rank if one of them has `failed`.
 
@@ -207,18 +197,18 @@ class GradCache:
             UsageError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
                 of a row share a dropout key although they must differ by dropout.
         """
-        batch, size, rank = self.batch, self.comm.size, self.comm.rank
+        batch, size, rank = self.batch, self.task.comm.size, self.task.comm.rank
         own = [0] * 2 * size
-        problem = batch_problem(self.objective, batch)
+        problem = batch_problem(self.task.objective, batch)
         names_code = zlib.crc32(repr(list(batch.facts)).encode()) & 0x7FFF_FFFF  # of the facts, in their order
         # a place for each rank: one sum tells all ranks everything
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else names_code
-        failures, selected, *by_rank = self.comm.all_reduce_counts([int(failed), len(batch.spans.labels), *own])
+        failures, selected, *by_rank = self.task.comm.all_reduce_counts([int(failed), len(batch.spans.labels), *own])
         rows, codes = by_rank[:size], by_rank[size:]
         if problem or len(set(codes)) > 1:
             names = ", ".join(batch.facts) or "none"
             raise UsageError(
-                f"objective {self.objective.config.kind}: "
+                f"objective {self.task.objective.config.kind}: "
                 f"{problem or f'the facts of the collator differ between workers; worker {rank} has {names}'}. "
                 "Correct `collate`, which must give the same facts for any number of rows, also 0"
             )
@@ -227,7 +217,7 @@ class GradCache:
     def embed(self) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece, with their graphs if they are kept; else the embeddings alone."""
         pieces, kept = self.pieces, self._keeps_graphs()
-        if not kept and not self.objective.config.embeds:
+        if not kept and not self.task.objective.config.embeds:
             return []  # the loss does not combine pieces, so one pass is enough
         with torch.set_grad_enabled(kept):
             if not kept:  # the second pass predicts
@@ -248,13 +238,13 @@ class GradCache:
         it, so that the sum over ranks counts it once.
         """
         reducer = self.task.reducer
-        share = self.task.weight * self.objective.config.mlm_weight / max(1, counts.selected)
+        share = self.task.weight * self.task.objective.config.mlm_weight / max(1, counts.selected)
         # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
-        with nullcontext() if reducer is None or not self.comm.rank else reducer.ignoring():
+        with nullcontext() if reducer is None or not self.task.comm.rank else reducer.ignoring():
             terms, gradient, gathered, spread = self._through_loss(embedded, counts)
         mlm_sum = self._second_pass(gradient, share, embedded)
-        if self.comm.rank and self._row_shard(counts) is None:
-            for parameter in self.objective.parameters():
+        if self.task.comm.rank and self._row_shard(counts) is None:
+            for parameter in self.task.objective.parameters():
                 parameter.grad = None  # of ranks but the first: replicated layers must not add up
         return Gradients(terms, mlm_sum, counts.selected, gathered, spread)
 
@@ -304,38 +294,38 @@ class GradCache:
 
     def _loss(self, spans: Tensor, counts: GlobalCounts) -> tuple[dict[str, Tensor], Gathered | None, Tensor | None]:
         """The loss terms of the global batch, from this rank's span embeddings, the views to remember, their spread."""
-        if not self.objective.config.embeds:
+        if not self.task.objective.config.embeds:
             return {}, None, None
         batch, views, total = self.batch, self._views(spans), counts.num_rows
-        shape = (batch.num_rows, self.objective.num_views)
+        shape = (batch.num_rows, self.task.objective.num_views)
         if views.dim() != 3 or views.shape[:2] != shape:
             raise ValueError(
-                f"objective {self.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
+                f"objective {self.task.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
                 f"[{shape[0]}, {shape[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
             )
-        table = self.comm.all_gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
+        table = self.task.comm.all_gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
         if torch.is_grad_enabled() and not table.requires_grad:  # a rank without rows finds detached terms as others do
             table.requires_grad_()
         gathered = Gathered(
             table,
-            {name: self.comm.all_gather(values, counts.first_row, total) for name, values in batch.facts.items()},
+            {name: self.task.comm.all_gather(values, counts.first_row, total) for name, values in batch.facts.items()},
             self.task.seed,
             self.step,
             self._row_shard(counts),
         )
-        terms = self.objective.terms(gathered)
-        if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
-            raise UsageError(f"objective {self.objective.config.kind}: `loss` {problem}")
-        return terms, gathered.detach() if self.objective.remembers else None, spread(table)
+        terms = self.task.objective.terms(gathered)
+        if problem := terms_problem(terms, self.task.objective.config.metrics, gathered.views):
+            raise UsageError(f"objective {self.task.objective.config.kind}: `loss` {problem}")
+        return terms, gathered.detach() if self.task.objective.remembers else None, spread(table)
 
     def _views(self, spans: Tensor) -> Tensor:
         """Views of this rank's rows, `(m, V, D)`; those of each canonical microbatch are computed alone."""
         if self.task.reducer is None:
-            return self.objective.views(spans, self.batch)
+            return self.task.objective.views(spans, self.batch)
         microbatches = canonical_microbatches(self.batch)
         parts = spans.split([microbatch.spans.num_spans for microbatch in microbatches])
         views = torch.cat(
-            [self.objective.views(part, microbatch) for part, microbatch in zip(parts, microbatches, strict=True)]
+            [self.task.objective.views(part, microbatch) for part, microbatch in zip(parts, microbatches, strict=True)]
         )
         return views + 0.0  # a gather by sums turns -0 into 0, and one worker gathers nothing
 
@@ -343,11 +333,11 @@ class GradCache:
         """This rank's share of the loss; None if every rank computes all of it."""
         if self.task.reducer is not None:  # sums within shares would depend on the number of workers
             return None
-        views = counts.num_rows * self.objective.num_views
+        views = counts.num_rows * self.task.objective.num_views
         # below it, the exchange costs more than the scores
-        if self.comm.size == 1 or not self.objective.shards_rows or views <= self.task.shared_rows:
+        if self.task.comm.size == 1 or not self.task.objective.shards_rows or views <= self.task.shared_rows:
             return None
-        return RowShard(self.comm, counts.first_row, counts.first_row + self.batch.num_rows, counts.num_rows)
+        return RowShard(self.task.comm, counts.first_row, counts.first_row + self.batch.num_rows, counts.num_rows)
 
     def _total(self, terms: dict[str, Tensor], like: Tensor) -> Tensor:
         """The sum of the terms with the task's weight; 0 without terms."""
@@ -361,7 +351,7 @@ class GradCache:
         use torch's generator. It is seeded with (seed, step, rank, microbatch), so that the second pass repeats the
         first; for canonical microbatches as on one worker that has all of them.
         """
-        device, task, rank = piece.device, self.task, self.comm.rank
+        device, task, rank = piece.device, self.task, self.task.comm.rank
         if task.reducer is not None:
             rank, number = 0, number + (self.batch.canonical[0].number if self.batch.canonical else 0)
         autocast = torch.autocast(device.type, dtype=task.autocast, enabled=task.autocast is not None)

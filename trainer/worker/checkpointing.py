@@ -14,7 +14,6 @@ from declutr.common.errors import SaveError
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.ranking import early_end, history
 from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import Reported, RunState
 from declutr.trainer.checkpoints.store import store_of
@@ -88,7 +87,7 @@ class Checkpointing:
         if first:
             if self._config.validation.patience is not None:
                 # the scores of a quiet run, so that this one ends at the same step
-                self._judge(history(self._run, self._config.validation.score, done))
+                self._judge(checkpoint.history(self._run, self._config.validation.score, done))
             line = read_last_step(self._run / METRICS)
             last_step = 0 if line is None else line["step"]
             if done or last_step:
@@ -139,7 +138,7 @@ class Checkpointing:
     def _judge(self, scores: dict[int, float]) -> None:
         """Requests the end of the run if its scores by step no longer improve."""
         self._scores, validation = scores, self._config.validation
-        ended = early_end(scores, validation.score, validation.patience)
+        ended = checkpoint.early_end(scores, validation.score, validation.patience)
         self.early_request = Request.EARLY if ended else Request(0)
 
     def requests(self, step: int, scores: dict[str, float], stop: bool) -> Request:

@@ -25,7 +25,6 @@ from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.ranking import kept
 from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, read_settings
 from declutr.trainer.metrics.metrics import read_metrics
 
@@ -225,7 +224,7 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     seen = (_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps)
     rows = [row for row in seen if row is not None]
     scores = {row.step: row.scores.get(config.validation.score) for row in rows if row.broken is None}
-    why = kept(scores, config.checkpoint)  # by its own rules
+    why = checkpoint.kept(scores, config.checkpoint)  # by its own rules
     return [replace(row, kept=why.get(row.step, [])) for row in rows]
 
 

@@ -21,7 +21,7 @@ from declutr.common.hub import cache_only
 from declutr.inspection.order import RunOrder, TaskOrder, entries, replacement
 from declutr.trainer.build import load_tokenizer
 from declutr.trainer.checkpoints.state import EXPORT
-from declutr.trainer.data.batches import Collator, PatchBatch, RankBatch
+from declutr.trainer.data.batches import Collator, PatchBatch, RankBatch, SpanBatch
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.packing import Vocabulary
@@ -250,8 +250,9 @@ def row_lines(reader: StepReader, row: ReadRow, limit: int | None = None) -> Ite
 
 def _spans(reader: StepReader, row: ReadRow, limit: int | None) -> Iterator[str]:
     """One line a span: its role, length, dropout rates and text; and one line for the tokens to predict."""
+    spans = row.batch.spans
     assert reader.tokenizer is not None
-    spans = row.batch.tokens
+    assert isinstance(spans, SpanBatch)
     ends = spans.lengths.cumsum(0).tolist()
     for number, (length, end) in enumerate(zip(spans.lengths.tolist(), ends, strict=True)):
         start = end - length

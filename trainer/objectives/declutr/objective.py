@@ -36,7 +36,6 @@ def ntxent(
     embeddings: Tensor,
     temperature: float,
     queue: Tensor | None = None,
-    tile: int | None = None,
     row_shard: RowShard | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
@@ -50,16 +49,14 @@ def ntxent(
         embeddings: `(2M, D)`, anchors first; row i and row i + M are each other's positive.
         temperature: t.
         queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
-        tile: rows and columns of a tile; None: by device. The result does not depend on it.
         row_shard: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
         documents: `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         rows = unit_rows(embeddings)
         old = rows.new_empty(0, rows.shape[-1]) if queue is None else F.normalize(queue.to(rows.dtype), dim=-1)
-        size = tile or tile_rows(rows.device)
         owners = None if documents is None else documents.repeat(2)
-        scores = _Scores(rows.detach(), old.detach(), temperature, size, row_shard, owners)
+        scores = _Scores(rows.detach(), old.detach(), temperature, tile_rows(rows.device), row_shard, owners)
         value: Tensor = _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
         return value
 

@@ -285,7 +285,7 @@ class SpanCollator:
             # facts are int64; no bit is lost
             owners = np.repeat(document_keys(rows).view(np.int64), spans.present.sum(axis=1))
             facts = {"document": torch.from_numpy(owners)}
-        return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted, facts)
+        return RankBatch(self.pack(rows, epochs, spans), contrasted, facts)
 
     def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
         """Cuts, masks and packs spans that were drawn from these documents before."""

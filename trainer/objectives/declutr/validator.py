@@ -30,6 +30,7 @@ from declutr.trainer.objectives.scores import (
 
 DISTANT = "distant spans"
 """Purpose under which the random numbers of distant spans are drawn."""
+_CHUNK = 64  # documents in one forward
 
 
 def place_distant(
@@ -75,14 +76,12 @@ class SpanValidator:
         collator: draws one anchor and one touching positive from each document.
         held_out: the held-out split.
         rows: `(N,)` rows of the documents to score.
-        chunk_documents: number of documents in one forward.
         sizes: smaller sizes of the embedding to score too.
     """
 
     collator: SpanCollator
     held_out: HeldOutSplit
     rows: I64
-    chunk_documents: int = 64
     sizes: tuple[int, ...] = ()
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
@@ -127,7 +126,7 @@ class SpanValidator:
             return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
         workers = self.held_out.comm, device
-        table = compute_together(encoder, len(self.rows), 4 * width + 1, rows_of, *workers, self.chunk_documents)
+        table = compute_together(encoder, len(self.rows), 4 * width + 1, rows_of, *workers, _CHUNK)
         pairs_and_reached: tuple[Tensor, ...] = table.split([width] * 4 + [1], dim=1)
         return pairs_and_reached
 

@@ -25,8 +25,6 @@ NUM_VIEWS = 2
 _TRIES = 10  # crops with random sides that may not fit, before the whole image
 _RATIO = 4 / 3  # longest side over the shortest
 _UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-MIXED = "mixed"
-"""Column that says which clips were mixed."""
 _ORDER = 19
 """Uniform numbers whose tenth smallest is a draw of Beta(10, 10)."""
 
@@ -48,7 +46,7 @@ class ClipFetch:
     mixup: float = 0.0
 
     def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
-        """The rows of `shards` with the column `views` or, if sounds are mixed, `mixed`."""
+        """The rows of `shards` with the column `views`, or with mixed sounds."""
         if "image" in rows.column_names:
             return self.views(rows, epochs)
         return self.mixed(rows, epochs, shards) if self.mixup else rows
@@ -138,7 +136,7 @@ class ClipFetch:
         return view
 
     def mixed(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
-        """The rows with the column `mixed`; a mixed clip has the label of the louder part.
+        """The rows, of which some are mixed; a mixed clip has the label of the louder part.
 
         Args:
             rows: n clips.
@@ -152,14 +150,12 @@ class ClipFetch:
         for place, (row, share) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
             clips[row] = mixture(clips[row], other_clips[place], share)
             labels[row] = labels[row] if share >= 0.5 else other_labels[place]  # argmax of the mixed labels
-        mixed = np.zeros(len(rows), np.bool_)
-        mixed[chosen] = True
         offsets = np.cumsum([0, *(clip.size for clip in clips)]).astype(np.int32)
         values = np.concatenate([np.empty(0, np.float32), *(clip.reshape(-1) for clip in clips)])
         frames = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
         for name, column in (("frames", frames), ("label", pa.array(labels, pa.string()))):
             rows = rows.set_column(rows.column_names.index(name), name, column)
-        return rows.append_column(MIXED, pa.array(mixed))
+        return rows
 
     def drawn(
         self, rows: pa.Table, epochs: NDArray[np.int64], num_documents: int

@@ -17,7 +17,7 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.batches import PatchBatch, RankBatch
 from declutr.trainer.data.packing import dropout_words
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.clips import MIXED, NUM_VIEWS, VIEWS, ClipFetch, clips_of
+from declutr.trainer.objectives.supcon.clips import NUM_VIEWS, VIEWS, ClipFetch, clips_of
 from declutr.trainer.objectives.supcon.config import SupconConfig
 
 
@@ -41,16 +41,10 @@ class ClipCollator:
         return ClipFetch(self.config.crops, self.frontend.image_size, self.seed, self.config.mixup)
 
     def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
-        """The clips of n rows of images or sounds.
-
-        Raises:
-            ValueError: sounds are to be mixed, and `fetch` was not called.
-        """
+        """The clips of n rows of images or sounds; of sounds that are to be mixed, `fetch` has mixed them."""
         keys, minor = document_keys(rows), epochs.astype(np.uint64)
         values: NDArray[Any]
         if "frames" in rows.column_names:
-            if self.config.mixup and MIXED not in rows.column_names:
-                raise ValueError(f"objective.mixup = {self.config.mixup}: the clips were not mixed; call `fetch` first")
             values, sizes = self._sounds(rows, keys, minor)
         else:
             rows = rows if VIEWS in rows.column_names else self.fetch.views(rows, epochs)
@@ -66,7 +60,7 @@ class ClipCollator:
         clips = PatchBatch(
             torch.from_numpy(patches), torch.from_numpy(places), torch.from_numpy(lengths), torch.from_numpy(words)
         )
-        return RankBatch(clips, len(rows), len(rows), {"label": torch.from_numpy(label_keys(rows))})
+        return RankBatch(clips, len(rows), {"label": torch.from_numpy(label_keys(rows))})
 
     def describe(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> list[str]:
         """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""

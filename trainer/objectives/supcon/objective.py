@@ -39,9 +39,7 @@ from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 _CHUNK = 32  # rows in one forward
 
 
-def supcon(
-    embeddings: Tensor, labels: Tensor, temperature: float, tile: int | None = None, row_shard: RowShard | None = None
-) -> Tensor:
+def supcon(embeddings: Tensor, labels: Tensor, temperature: float, row_shard: RowShard | None = None) -> Tensor:
     """Mean over i of -1/|P_i| sum_{p in P_i} log(exp(s_ip) / sum_{a != i} exp(s_ia)), s_ij = cos(z_i, z_j) / t.
 
     L_out of Khosla et al. (2020), eq. 2. P_i are the other rows with the label of i. With each label on two rows it is
@@ -51,12 +49,11 @@ def supcon(
         embeddings: `(N, D)`.
         labels: `(N,)` int64; every label has at least two rows.
         temperature: t.
-        tile: rows and columns of a tile; None: by device. The result does not depend on it.
         row_shard: this worker's rows, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         rows = unit_rows(embeddings)
-        size = tile or tile_rows(rows.device)
+        size = tile_rows(rows.device)
         value: Tensor = _TiledSupCon.apply(rows, labels, temperature, size, row_shard)  # type: ignore[no-untyped-call]
         return value
 
@@ -213,7 +210,7 @@ class Supcon(Objective[SupconConfig]):
         if frontend is None or (content.kind == "audio" and not (labelled or masked)):
             return None
         # a label belongs to the whole clip alone
-        plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
+        plain = config.model_copy(update={"masks": MaskConfig()}) if labelled else config
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
         return NeighbourValidator(ClipCollator(plain, frontend.config, self.run.seed), held_out, rows, labelled)
 
