@@ -329,7 +329,7 @@ def identity(plan: ItemPlan, run: PlannedRun) -> str:
     trained = made_from(run.config) if run.config else None
     scored = [run.encoder.model_dump(mode="json"), _encoder_content(run.encoder.name)] if run.encoder else None
     columns = {name: column.model_dump(mode="json") for name, column in plan.columns.items()}
-    return hash_json([trained, scored, columns, plan.classifier.model_dump(mode="json"), dict(VERSIONS)])
+    return hash_json([trained, scored, columns, plan.classifier.identity(), dict(VERSIONS)])
 
 
 def scores_of(plan: ItemPlan, run: PlannedRun, data: str | None = None) -> dict[str, Any] | None:

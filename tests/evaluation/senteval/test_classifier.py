@@ -18,10 +18,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {
     "adam": ClassifierConfig(max_epoch=7, batch_size=16, tenacity=0, learning_rate=0.1, epoch_size=1),
     "rmsprop": ClassifierConfig(optimizer="rmsprop", max_epoch=12, epoch_size=2, tenacity=0, batch_size=16),
-    "hidden": ClassifierConfig(num_hidden=7, max_epoch=9, batch_size=16, tenacity=0, learning_rate=0.05, epoch_size=1),
-    "dropout": ClassifierConfig(
-        num_hidden=9, dropout=0.3, max_epoch=5, batch_size=16, tenacity=0, learning_rate=0.1, epoch_size=1
-    ),
 }
 DECAYS = (1e-5, 1e-2, 0.1)
 
@@ -50,21 +46,17 @@ def fit_alone(config, decay, features, labels, one):
     best, misses, passes = -1.0, 0, 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        layers = [nn.Linear(*pair) for pair in itertools.pairwise(filter(None, (x.shape[1], config.num_hidden, 3)))]
-        model = nn.Sequential(
-            layers[0], *(f for f in (nn.Dropout(config.dropout), nn.Sigmoid()) if layers[1:]), *layers[1:]
-        )
+        model = nn.Linear(x.shape[1], 3)
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.RMSprop
         optimizer = kind(model.parameters(), lr=config.rate, weight_decay=decay)
         while passes <= config.max_epoch and misses <= config.tenacity:
-            model.train()
             for _ in range(config.epoch_size):
                 for part in torch.from_numpy(one.train[stream.permutation(len(one.train))]).split(config.batch_size):
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(model(x[part]), y[part]).backward()
                     optimizer.step()
             passes += config.epoch_size
-            right = (model.eval()(x[one.dev]).argmax(1) == y[one.dev]).sum().item() / len(one.dev)
+            right = (model(x[one.dev]).argmax(1) == y[one.dev]).sum().item() / len(one.dev)
             if right > best:
                 best, state = right, [p.detach().clone() for p in model.parameters()]
             else:
@@ -107,7 +99,7 @@ def test_sets_that_do_not_fit_in_memory_together_are_the_same(data):
     wide = np.tile(features, 125)
     sets = [TrainingSet(s.train[:33], s.dev) for s in some_sets(13, np.random.RandomState(2))]
     held = examples(table(wide), labels)
-    config = ClassifierConfig(max_epoch=2, epoch_size=2, num_hidden=3, dropout=0.5)
+    config = ClassifierConfig(max_epoch=2, epoch_size=2)
     together = fit_many(held, held, sets, DECAYS[:1], config, 3)
     for place, one in enumerate(sets):
         alone = fit_many(held, held, [one], DECAYS[:1], config, 3)
@@ -131,7 +123,7 @@ def test_global_generators_are_neither_read_nor_moved(data):
     features, labels = data
     held = examples(table(features), labels)
     before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()  # noqa: NPY002
-    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["dropout"], 3)
+    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["adam"], 3)
     stratified_folds([0, 1] * 10, 2)
     hold_out(np.arange(40), 1)
     next(orders(1, 0, 9))
@@ -146,7 +138,6 @@ def test_presets_are_the_published_ones():
     assert (official.rate, quick.rate, official.max_epoch) == (1e-3, 1e-2, 200)
     snli = official.for_snli()
     assert (snli.decays, snli.max_epoch, snli.epoch_size) == ((1e-9,), 15, 1)
-    assert ClassifierConfig(num_hidden=50).for_word_content().num_hidden == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """SentEval's classifier, fitted for many training sets and weight decays at a time.
 
 Each fit makes the same steps as the official code for that set and that decay: the same start, the same orders, the
-same batches, the same early stopping. Only the order of float additions differs, and dropout if the official code runs
-on a GPU, which has another random generator. The fits run on a CPU.
+same batches, the same early stopping. Only the order of float additions differs. The fits run on a CPU.
 
 Sets of a task whose passes have the same number of batches are fitted together, all decays of a set on the same rows
 (`network.py`). After every dev score, stopped fits are removed from the arrays.
@@ -58,7 +57,7 @@ class Fits:
         fit = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
         buffer = BlockBuffer(features, 1, 1)
         places = torch.from_numpy(np.arange(len(features)) if rows is None else rows)
-        chosen = [fit.forward(buffer.take(part[None]))[-1][0, 0].argmax(0) for part in places.split(buffer.num_rows)]
+        chosen = [fit.forward(buffer.take(part[None]))[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
         return torch.cat(chosen).numpy()
 
 
@@ -111,18 +110,15 @@ class _Group:
         self.train, self.dev, self.config = train, dev, config
         self.classes = torch.arange(num_classes)[:, None]
         start = torch.Generator().manual_seed(config.seed)  # as torch.manual_seed of the official code
-        widths = filter(None, (train.features.width, config.num_hidden, num_classes))  # without hidden units, one layer
-        parameters = [p for pair in itertools.pairwise(widths) for p in linear_start(*pair, start)]
+        parameters = linear_start(train.features.width, num_classes, start)
         # contiguous: expanded tensors share the memory of one fit
         self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in parameters])
         self.best = Network([torch.empty_like(p) for p in self.network.parameters])  # the first score fills it
         decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
-        # every official fit of a size starts from one seed: sets of one stream see the same positions and dropout
+        # every official fit of a size starts from one seed: sets of one stream see the same positions
         self.streams = [s.stream for s in sets]
         self.orders = {stream: orders(config.seed, *stream) for stream in self.streams}
-        dropped = config.num_hidden > 0 and config.dropout > 0
-        self.dropout = dict.fromkeys(self.streams, start) if dropped else {}  # goes on after the starting weights
         self.members, self.sizes = _padded([s.train for s in sets])
         self.dev_members, self.dev_sizes = _padded([s.dev for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
@@ -155,31 +151,26 @@ class _Group:
         buffer = BlockBuffer(self.train.features, num_sets, self.config.batch_size)
         current = dict.fromkeys(self.streams)
         passes = [{stream: next(self.orders[stream]) for stream in current} for _ in range(self.config.epoch_size)]
-        before = self.dropout
         for block in buffer.blocks(num_sets):
             network, updates = self.network.narrow(block), self.updates.narrow(block)
             gradients = [torch.empty_like(p) for p in network.parameters]
-            # blocks that share a stream draw the same factors, each from a copy
-            dropout = {stream: before[stream].clone_state() for stream in self.streams[block] if before}
-            for places, labels, weight, kept in self._batches(block, passes, dropout):
+            for places, labels, weight in self._batches(block, passes):
                 rows = buffer.take(places)
-                outputs = network.forward(rows, kept)
-                wrong = torch.softmax(outputs[-1], dim=2)  # minus the truth: the gradient of cross entropy
+                wrong = torch.softmax(network.forward(rows), dim=2)  # minus the truth: the gradient of cross entropy
                 wrong -= (labels[:, None, None] == self.classes).float()
                 wrong *= weight
-                network.backward(rows, kept, outputs, wrong, gradients)
+                network.backward(rows, wrong, gradients)
                 updates.step(network.parameters, gradients)
-            self.dropout = self.dropout | dropout
         self.updates.num_steps = updates.num_steps  # a view counts its own steps
 
     def _batches(
-        self, block: slice, passes: list[dict[Stream, Rows]], dropout: dict[Stream, torch.Generator]
-    ) -> Iterator[tuple[Tensor, Tensor, float | Tensor, float | Tensor]]:
+        self, block: slice, passes: list[dict[Stream, Rows]]
+    ) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
         """Every batch of some passes, for some of the sets.
 
         Yields:
-            (S, B) row numbers of the training table, their labels, the weight of each row in its set's mean loss: a
-            number, or (S, 1, 1, B) with 0 for padding; and dropout's factors 0 or 1/(1-p), (S, 1, H, B), or 1 without.
+            (S, B) row numbers of the training table, their labels, and the weight of each row in its set's mean loss: a
+            number, or (S, 1, 1, B) with 0 for padding.
         """
         members, sizes, batch_size = self.members[block], self.sizes[block], self.config.batch_size
         streams, longest, shortest = self.streams[block], int(sizes.max()), int(sizes.min())
@@ -196,15 +187,7 @@ class _Group:
                     counts = (sizes - start).clamp(max=batch_size)[:, None]
                     weight = ((torch.arange(width) < counts) / counts)[:, None, None]
                 part = slice(start, start + width)
-                yield rows[:, part], labels[:, part], weight, self._kept(streams, dropout, start) if dropout else 1.0
-
-    def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int) -> Tensor:
-        """Factors that `torch.nn.Dropout` would draw on a CPU for the batch from `start` on, (B, H) in each stream."""
-        config, drawn = self.config, {}
-        for stream, generator in dropout.items():
-            factors = torch.empty(min(config.batch_size, stream[1] - start), config.num_hidden)
-            drawn[stream] = factors.bernoulli_(1 - config.dropout, generator=generator).div_(1 - config.dropout)
-        return torch.nn.utils.rnn.pad_sequence([drawn[s] for s in streams], batch_first=True).mT[:, None]
+                yield rows[:, part], labels[:, part], weight
 
     def _score(self) -> NDArray[np.int64]:
         """(S, R) dev examples that are classified correctly now."""
@@ -215,7 +198,7 @@ class _Group:
             network, sizes = self.network.narrow(block), self.dev_sizes[block]
             right = torch.zeros(len(sizes), len(self.decay_places), dtype=torch.int64)
             for number, rows in enumerate(self.dev_members[block].split(buffer.num_rows, dim=1)):
-                chosen = network.forward(buffer.take(rows))[-1].argmax(2)
+                chosen = network.forward(buffer.take(rows)).argmax(2)
                 places = torch.arange(rows.shape[1]) + number * buffer.num_rows
                 real = (places < sizes[:, None])[:, None]
                 right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)

@@ -181,7 +181,7 @@ def scoring_units(
         assert data is not None  # as all usable ones have
         for method in choice.methods(task):
             identity: list[Any] = [VERSIONS[method], fingerprint, task, method, dict(data.files), inspection.standing]
-            identity.append(choice.classifier.model_dump(mode="json"))
+            identity.append(choice.classifier.identity())
             path = folder / f"{task}{'' if method == 'procedure' else f'.{method}'}.json"
             read = without_train(data) if method == "cosine" else data
             units.append(ScoringUnit(read, method, hash_json(identity), path, cost(read, method, choice.classifier)))

@@ -1,16 +1,16 @@
 """SentEval's classifiers as one network: parameters stacked over training sets and regularisations.
 
-Shapes: S training sets, R regularisations, B rows of a batch, C classes, H hidden units, D features.
-Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C (or R*H) outputs, and
-all sets together one batched product. Rows come last in activations, so that softmax runs along contiguous memory.
-Gradients are written out, because autograd's bookkeeping costs more than the arithmetic of layers this small.
+Shapes: S training sets, R regularisations, B rows of a batch, C classes, D features.
+Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C outputs, and all sets
+together one batched product. Rows come last in activations, so that softmax runs along contiguous memory. Gradients
+are written out, because autograd's bookkeeping costs more than the arithmetic of layers this small.
 
 Adam and RMSprop update the stacked parameters, with a separate weight decay for every regularisation.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -26,10 +26,6 @@ DEFAULT_RATES: dict[OptimizerName, float] = {"adam": 1e-3, "rmsprop": 1e-2}  # t
 class ClassifierConfig(Strict):
     """Settings of the classifiers. The defaults are those of the papers' tables: adam, batches of 64, 10 folds."""
 
-    num_hidden: int = Field(0, ge=0)
-    """Hidden units: 0 is logistic regression, more is Linear-Dropout-Sigmoid-Linear."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout of the hidden layer, before its sigmoid."""
     optimizer: OptimizerName = "adam"
     """adam or rmsprop, with torch's other defaults."""
     learning_rate: float | None = Field(None, gt=0)
@@ -47,7 +43,7 @@ class ClassifierConfig(Strict):
     decays: tuple[float, ...] = Field((1e-5, 1e-4, 1e-3, 1e-2), min_length=1)
     """Weight decays to choose from, by dev score; the first of equal ones wins."""
     seed: int = Field(1111, ge=0, lt=2**32)  # NumPy's RandomState takes no larger one
-    """Seed of starting weights, orders, held-out rows and dropout; InnerKFold's folds always use 1111."""
+    """Seed of starting weights, orders and held-out rows; InnerKFold's folds always use 1111."""
 
     @classmethod
     def prototyping(cls) -> Self:
@@ -58,9 +54,9 @@ class ClassifierConfig(Strict):
         """Settings for SNLI: one weight decay near 0, a dev score after each pass, 15 passes and one more."""
         return self.model_copy(update={"decays": (1e-9,), "max_epoch": 15, "epoch_size": 1})
 
-    def for_word_content(self) -> "ClassifierConfig":
-        """Settings for WordContent with its 1,000 classes: never a hidden layer."""
-        return self.model_copy(update={"num_hidden": 0})
+    def identity(self) -> dict[str, Any]:
+        """What decides scores, with the settings that stored scores of earlier versions name too: so these stay."""
+        return self.model_dump(mode="json") | {"num_hidden": 0, "dropout": 0.0}
 
     @property
     def rate(self) -> float:
@@ -70,10 +66,10 @@ class ClassifierConfig(Strict):
 
 @dataclass(frozen=True)
 class Network:
-    """Linear, or Linear-Dropout-Sigmoid-Linear, for each set and regularisation."""
+    """A linear layer for each set and regularisation."""
 
     parameters: list[Tensor]
-    """Weight (S, R, C, D) and bias (S, R, C); or (S, R, H, D), (S, R, H), (S, R, C, H), (S, R, C)."""
+    """Weight (S, R, C, D) and bias (S, R, C)."""
 
     @property
     def num_sets(self) -> int:
@@ -84,26 +80,15 @@ class Network:
         """A view of some of the sets."""
         return Network([parameter[sets] for parameter in self.parameters])
 
-    def forward(self, rows: Tensor, kept: Tensor | float = 1.0) -> list[Tensor]:
-        """Output (S, R, H or C, B) of each layer for `rows` (S, B, D), logits last; factors `kept` apply dropout."""
-        weight, bias, *last = self.parameters
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits (S, R, C, B) of `rows` (S, B, D)."""
+        weight, bias = self.parameters
         # the weight times the transposed rows: 6 us a set, and 20 the other way round (docs/evidence/log.md)
         flat = torch.baddbmm(bias.view(len(bias), -1, 1), weight.flatten(1, 2), rows.mT)
-        outputs = [flat.view(*bias.shape, -1)]
-        if last:
-            outputs[0].mul_(kept).sigmoid_()
-            outputs.append(torch.matmul(last[0], outputs[0]) + last[1][..., None])
-        return outputs
+        return flat.view(*bias.shape, -1)
 
-    def backward(
-        self, rows: Tensor, kept: Tensor | float, outputs: list[Tensor], grad: Tensor, out: list[Tensor]
-    ) -> None:
-        """Write the gradient of every parameter into `out`, given that of the logits (S, R, C, B)."""
-        if len(outputs) > 1:
-            hidden = outputs[0]
-            torch.matmul(grad, hidden.mT, out=out[2])
-            torch.sum(grad, dim=-1, out=out[3])
-            grad = torch.matmul(self.parameters[2].mT, grad).mul_(hidden * (1 - hidden)).mul_(kept)
+    def backward(self, rows: Tensor, grad: Tensor, out: list[Tensor]) -> None:
+        """Write the gradient of both parameters into `out`, given that of the logits (S, R, C, B)."""
         torch.bmm(grad.flatten(1, 2), rows, out=out[0].view(len(rows), -1, rows.shape[-1]))
         torch.sum(grad, dim=-1, out=out[1])
 

@@ -184,7 +184,7 @@ def predict(network: Network, features: Table) -> NDArray[np.float64]:
     buffer = BlockBuffer(features, 1, _SCORING_ROWS)
     places = torch.arange(len(features))
     batches = places.split(_SCORING_ROWS)
-    parts = [torch.softmax(network.forward(buffer.take(part[None]))[-1], 2)[0, 0] for part in batches]
+    parts = [torch.softmax(network.forward(buffer.take(part[None])), 2)[0, 0] for part in batches]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
     return np.arange(1, NUM_BINS + 1) @ shares
 
@@ -195,11 +195,10 @@ def _pass(features: Table, target: Tensor, order: Tensor, network: Network, upda
     targets = target[order].mT  # (bins, N): rows come last, as in the network
     for start, places in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
         rows = buffer.take(places[None])
-        outputs = network.forward(rows)
-        shares = torch.softmax(outputs[-1], 2)
+        shares = torch.softmax(network.forward(rows), 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
         outer = (shares - targets[:, start : start + len(places)]).mul_(2 / (len(places) * NUM_BINS)).mul_(shares)
-        network.backward(rows, 1.0, outputs, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
+        network.backward(rows, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
         updates.step(network.parameters, gradients)
 
 

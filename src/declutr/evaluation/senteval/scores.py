@@ -243,13 +243,13 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
     """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
-    The exceptions from the classifier settings for SNLI and WordContent are applied here.
+    The classifier settings of SNLI are applied here.
 
     Raises:
         ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
     """
     task, rows = data.task, sentence_rows([data])
-    config = {"SNLI": config.for_snli(), "WordContent": config.for_word_content()}.get(task.name, config)
+    config = config.for_snli() if task.name == "SNLI" else config
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
