@@ -15,6 +15,7 @@ with `<split>` one of train, valid, test. Convert the published pickles on a mac
 
 import csv
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,27 +115,6 @@ def read_binary(ones_path: Path, zeros_path: Path) -> SplitRows:
     return SplitRows(first=ones + zeros, labels=[1] * len(ones) + [0] * len(zeros))
 
 
-def read_trec(path: Path) -> SplitRows:
-    """`LABEL:fine the question`, latin-1; the fine label is dropped."""
-
-    def parse(line: str) -> tuple[WordList, int]:
-        label, rest = line.strip().split(":", 1)
-        number = _place_in(label, TREC)
-        return rest.split(" ", 1)[1].split(), number
-
-    return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
-
-
-def read_sst_fine(path: Path) -> SplitRows:
-    """`0..4 sentence`, UTF-8."""
-
-    def parse(line: str) -> tuple[WordList, int]:
-        cells = line.strip().split(" ", 1)
-        return cells[1].split(), _among(int(cells[0]), 5)
-
-    return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
-
-
 def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
     """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8."""
     # The official loader also cuts at NEL (byte 0x85), which would shift the sentences against their labels.
@@ -232,21 +212,25 @@ def read_retrieval(path: Path, captions: Path) -> SplitRows:
     return SplitRows([f"{line} .".split() for line in lines], labels=images, features=features)
 
 
-def _single(parsed: list[tuple[WordList, int]]) -> SplitRows:
-    return SplitRows(first=[words for words, _ in parsed], labels=[label for _, label in parsed])
+def _tabbed(
+    path: Path,
+    texts: tuple[int, ...],
+    label: Callable[[list[str]], Any],
+    header: str = "",
+    cut: str = "",
+    encoding: str = "utf-8",
+) -> SplitRows:
+    """Rows of cells separated by tabs, LF or CRLF; `texts` are the columns of the sentences.
 
-
-def _tabbed(path: Path, texts: tuple[int, ...], label: Callable[[list[str]], Any], header: str = "") -> SplitRows:
-    """Rows of cells separated by tabs, UTF-8, LF or CRLF; `texts` are the columns of the sentences.
-
-    A file with a header, of which `header` is a word, must have it.
+    A file with a header, of which `header` is a word, must have it. With the pattern `cut`, a row is cut into two cells
+    at its first match instead.
     """
-    lines = read_lines(path, "utf-8")
+    lines = read_lines(path, encoding)
     if header not in lines[0]:  # its first pair would be skipped
         raise DataError(f"{path}, line 1: no header ({header}, ...), so the first pair would be lost")
 
     def parse(line: str) -> tuple[list[WordList], Any]:
-        cells = line.strip().split("\t")
+        cells = re.split(cut, line.strip(), maxsplit=1) if cut else line.strip().split("\t")
         return [cells[column].split() for column in texts], label(cells)
 
     parsed = parse_lines(path, lines, parse, skipped=int(bool(header)))
@@ -283,6 +267,12 @@ def _same_length(lengths: dict[Path, int]) -> None:
     )
 
 
+read_trec = partial(
+    _tabbed, texts=(1,), label=lambda cells: _place_in(cells[0], TREC), cut=":[^ ]* ", encoding="latin-1"
+)
+"""`LABEL:fine the question`, latin-1; the fine label is dropped."""
+read_sst_fine = partial(_tabbed, texts=(1,), label=lambda cells: _among(int(cells[0]), 5), cut=" ")
+"""`0..4 sentence`."""
 read_sst_binary = partial(_tabbed, texts=(0,), label=lambda cells: _among(int(cells[1]), 2))
 """`sentence<TAB>0|1`."""
 read_mrpc = partial(_tabbed, texts=(3, 4), label=lambda cells: _among(int(cells[0]), 2), header="Quality")
