@@ -69,7 +69,6 @@ SETTINGS = [
         ["objective.temperature=.nan"],
         ("objective.temperature = nan: must be a finite number", "it needs objective.kind = simcse or scd or"),
     ),
-    (["--fork", "r"], "encoder.pretrained=RUN/export"),
     (["--stesp", "4"], "unrecognized arguments"),
 ]
 PLACES = ["nowhere", "file.txt", "docs", "link", "", "$NOT_SET", "~no-such-user", "x" * 300, "a\0b", "shards", "cut"]

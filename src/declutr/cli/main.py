@@ -47,24 +47,6 @@ _READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "rep
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")
-_REPLACED = {
-    "checkpoints": "declutr inspect RUN [--json] lists and verifies them",
-    "publish": "hf upload OWNER/NAME RUN/export sends an export to the hub; it holds no path of this machine. Fill the "
-    "field license of its README.md first",
-    "whiten": "declutr adapt ENCODER CORPUS --steps 0 --output DIR tries the closed form alone",
-    "explore": "declutr index EMBEDDINGS --output INDEX --parquet MAP.parquet, then "
-    "uvx embedding-atlas MAP.parquet --text text --x x --y y",
-    "push": "declutr copy FOLDER ADDRESS",
-    "pull": "declutr copy ADDRESS FOLDER",
-    "train --fork": "train a new run from the export of the old one: run=NEW encoder.pretrained=RUN/export (and "
-    "encoder.from_config=null if the config has one)",
-    "evaluate --follow": "declutr evaluate RUN scores each checkpoint of a run",
-    "evaluate --once": "declutr evaluate RUN scores each checkpoint of a run, and ends",
-    "evaluate --every-seconds": "declutr evaluate RUN scores each checkpoint of a run, and ends",
-    "doctor --address": "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
-    "index --kind": "every search compares all vectors; omit it",
-}
-"""What to type instead of a command or an option that earlier versions had."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,9 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _problem(command: str, rest: list[str]) -> str | None:
     """The reason why a command line is refused before anything is imported."""
-    for words in (command, *(f"{command} {option.partition('=')[0]}" for option in rest)):
-        if words in _REPLACED:
-            return f"declutr: there is no `{words}` any more: {_REPLACED[words]}"
     if command not in _COMMANDS:
         return f"declutr: there is no command {command!r}{suggest(command, list(_COMMANDS))}\ndeclutr --help lists all"
     # before a secret reaches a log, a plan or a manifest
