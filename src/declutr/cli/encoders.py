@@ -1,7 +1,5 @@
 """`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
 
-import argparse
-import math
 import shlex
 import sys
 from os import PathLike
@@ -72,7 +70,7 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "int8"), help="type of the vectors (float32; int8 if they are)")
     parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
     parser.add_argument("--lexical", choices=("idf", "bm25"), help="score of the words of a hybrid index (idf)")
-    parser.add_argument("--weight", type=_weight, help="weight of the words, 0 to 100 (1)")
+    parser.add_argument("--weight", type=float, help="weight of the words, 0 to 100 (1)")
     parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
     parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
@@ -114,24 +112,13 @@ def run_index(arguments: list[str]) -> int:
     return 0
 
 
-def _weight(text: str) -> float:
-    """Parse a weight of words."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan  # refused by the comparison below
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 100")
-    return value
-
-
 def run_search(arguments: list[str]) -> int:
     """Search an index; return the exit status."""
     parser = Parser("search", "Find the texts of an index nearest to a query.")
     parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
     parser.add_argument("query", nargs="+", help="one or more queries")
     parser.add_argument("--top", type=int, default=10, help="number of texts to show (10)")
-    parser.add_argument("--weight", type=_weight, help="weight of the words of a hybrid index (the index's)")
+    parser.add_argument("--weight", type=float, help="weight of the words of a hybrid index (the index's)")
     parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)

@@ -345,7 +345,8 @@ class Searcher(SearchIndex):
         trust_remote_code: run Python code that comes with the encoder.
 
     Raises:
-        UsageError: the folder holds no index, one that is altered, or one of another encoder.
+        UsageError: the weight is not within 0..100, or the folder holds no index, one that is altered, or one of
+            another encoder.
         EncoderError: the encoder cannot be loaded.
     """
 
@@ -357,6 +358,8 @@ class Searcher(SearchIndex):
         weight: float | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        if weight is not None and not 0 <= weight <= 100:
+            raise UsageError(f"--weight {weight:g}: must be a number from 0 to 100")
         super().__init__(expand(str(index)))
         if weight is not None:
             if self.facts.hybrid is None:
