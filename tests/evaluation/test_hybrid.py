@@ -116,8 +116,7 @@ def test_search_for_fewer_than_one_text_is_refused(capsys, top):
 def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, capsys):
     output = str(tmp_path / "index")
     for option in (["--weight", "1"], ["--lexical", "bm25"]):
-        with pytest.raises(SystemExit):
-            main(["index", str(embedded), "--output", output, *option])
+        assert main(["index", str(embedded), "--output", output, *option]) == 1
         says(capsys.readouterr().err, option[0], "--hybrid")
     build_index(embedded, tmp_path / "index")
     assert main(["search", output, "cat", "--weight", "1"]) == 1

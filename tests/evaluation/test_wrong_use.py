@@ -188,6 +188,7 @@ def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
         ["adapt", "hashed-words:16", ".", "--output", "out"],
         ["export", "good.yaml", "--to", "onnx", "--output", "out"],
         ["embed", "good.yaml", "twice.yaml", "--output", "out.npy"],
+        ["index", "file.txt", "--output", "out"],
         ["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"],
         ["adapt", "owner/name", "good.yaml", "--output", "out", "--pairs", "nothing.jsonl"],
     ]

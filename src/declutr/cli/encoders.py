@@ -77,17 +77,6 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)
-    needless = [f"--{name}" for name in ("lexical", "weight", "pairs") if getattr(options, name) is not None]
-    if needless and not options.hybrid:
-        parser.error(f"{', '.join(needless)}: for hybrid indexes; add --hybrid")
-    from declutr.embedding.note import read_note
-    from declutr.evaluation.retrieval.pairs import read_pairs
-
-    read_note(options.embeddings)  # its problems need not wait for torch, nor those of the pairs
-    if options.pairs is not None:
-        read_pairs(options.pairs)
-    if options.output.exists():
-        raise FileExistsError(f"{options.output} exists already")
     from declutr.embedding.build import SHARE, index, sentences
     from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES

@@ -50,7 +50,6 @@ from declutr.embedding.units import (
     shaped,
 )
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
-from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
 from declutr.pipeline.job.units import Unit, UnitReader, plan_units
@@ -131,6 +130,8 @@ def index(
         raise UsageError(f"--weight {weight:g}: must be a number from 0 to 100")
     file, folder, encoder = expand(str(embeddings)), expand(str(output)), None
     note = read_note(file)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already")
     if pairs is not None:
         read_pairs(expand(str(pairs)))  # its problems need not wait for the encoder
         from declutr.encoders.loading import encoder_of_index  # loads torch
@@ -266,6 +267,8 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
         DataError: the file cannot be used, or names a text or an id that the index does not have.
         UsageError: the encoder did not make the index.
     """
+    from declutr.evaluation.retrieval.compare import MEASURES, SEED  # loads torch, as two more below
+
     index.check(encoder)
     test = _test(index, pairs)
     # a weight looks too good on the queries that chose it
@@ -298,6 +301,8 @@ def _measured(
     index: SearchIndex, encoder: SentenceEncoder, test: RetrievalTest, weights: Sequence[float | None]
 ) -> F64:
     """`(weights, Q, 5)` measures; weight None: words alone."""
+    from declutr.evaluation.retrieval.compare import MEASURES, measures
+
     values = np.empty((len(weights), len(test.queries), len(MEASURES)))
     for number, (query, relevant) in enumerate(zip(test.queries, test.relevant, strict=True)):
         cosines, lexical = index.parts(index.embed(encoder, query), query)
@@ -309,6 +314,8 @@ def _measured(
 
 def sentences(choice: WeightChoice) -> Iterator[str]:
     """Sentences with the choice, and the differences to each part alone on the queries that did not choose."""
+    from declutr.evaluation.retrieval.compare import MEASURES, SEED
+
     yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
     column = MEASURES.index(CHOOSING)
     rows = {name: grouped(scores[:, column], choice.answers) for name, scores in choice.values.items()}
