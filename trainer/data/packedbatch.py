@@ -259,11 +259,15 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def pieces(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Cuts consecutive spans into [start, end) with at most `limit` tokens each; a longer span is a separate piece."""
+def pieces(sizes: Sequence[int], limit: int, by_length: bool = False) -> list[tuple[int, int]]:
+    """Cuts consecutive spans into [start, end) with at most `limit` tokens each; a longer span is a separate piece.
+
+    `by_length` cuts at a change of length, too, once half of the limit is reached.
+    """
     cuts, start, total = [], 0, 0
     for place, size in enumerate(sizes):
-        if total and total + size > limit:
+        changed = by_length and size != sizes[place - 1] and 2 * total >= limit
+        if total and (changed or total + size > limit):
             cuts.append((start, place))
             start, total = place, 0
         total += size

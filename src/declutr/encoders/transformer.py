@@ -21,6 +21,7 @@ from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_json, read_json, write_json
 from declutr.encoders.protocol import LongTexts, Role, Window, prompt_of, role_prompts, texts_of, token_counts
 from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.data.packedbatch import pieces
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, write_steps
 from declutr.trainer.model.encoder import Encoder
@@ -228,24 +229,26 @@ class TransformerEncoder:
         flat = torch.from_numpy(np.concatenate([np.array(rows[place], np.int64) for place in order]))
         ordered = torch.from_numpy(lengths[order])
         nothing = torch.empty(0, dtype=torch.int64)  # no token is to be predicted
-        pieces = SpanBatch(flat, ordered, nothing, nothing).slices(_cuts(lengths[order].tolist(), budget))
+        # spans of one length need no mask and no rearrangement in attention
+        cuts = pieces(lengths[order].tolist(), budget, by_length=True)
+        batches = SpanBatch(flat, ordered, nothing, nothing).slices(cuts)
 
         computing = self.half or self.encoder
 
-        def embed(piece: SpanBatch) -> torch.Tensor:
+        def embed(batch: SpanBatch) -> torch.Tensor:
             with torch.inference_mode():  # a thread has its own
                 cast = self.precision == "bf16" and computing is self.encoder
                 with torch.autocast(device.type, torch.bfloat16, enabled=cast):
-                    pooled = _embed(computing, piece.to(device), unpooled)
+                    pooled = _embed(computing, batch.to(device), unpooled)
                 return self.after(pooled).float()  # type: ignore[no-any-return]
 
         embeddings = np.empty((len(rows), self.size), np.float32)
         if device.type == "cpu":
             # Divided between batches, never inside one: the same bits on two cores as on sixty-four.
             with _single_threads() as pool:
-                parts = list(pool.map(embed, pieces))
+                parts = list(pool.map(embed, batches))
         else:
-            parts = [embed(piece) for piece in pieces]  # copied once at the end, so that the device never waits
+            parts = [embed(batch) for batch in batches]  # copied once at the end, so that the device never waits
         embeddings[order] = torch.cat(parts).cpu().numpy()
         return embeddings
 
@@ -263,19 +266,6 @@ def _embed(encoder: Encoder, spans: SpanBatch, unpooled: int) -> torch.Tensor:
 def _say_prompts(name: str, default: str, prompts: str) -> None:
     before = f"{default!r} goes" if default else "no prompt goes"
     get_logger().warning("%s: %s before these texts; its prompts by role are %s", name, before, prompts)
-
-
-def _cuts(lengths: list[int], budget: int) -> list[tuple[int, int]]:
-    """Slices of consecutive inputs with at most `budget` tokens, cut at a change of length once half is reached."""
-    cuts, start, total = [], 0, 0
-    for place, length in enumerate(lengths):
-        # Inputs of one length need no mask and no rearrangement in attention.
-        full = total + length > budget or (length != lengths[place - 1] and 2 * total >= budget)
-        if total and full:
-            cuts.append((start, place))
-            start, total = place, 0
-        total += length
-    return [*cuts, (start, len(lengths))]
 
 
 @contextmanager
