@@ -148,7 +148,6 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("extra.deep=[{x: .inf}]", ("extra.deep.0.x = inf", "finite")),
         ("animal={kind: horse, wool: .nan}", ("animal.wool = nan", "finite")),
         ("animal={kind: horse, wool: 1}", ("unknown key", "animal.kind = sheep", "remove")),
-        ("scaling.straggler_factor=2", ("scaling.straggler_factor", "no setting any more", "remove it", "slow")),
         ("a." * 10_000 + "b=1", ("10,001", "at most 64")),
         ("low=010", ("low", "'010'", "YAML", "ambiguous")),
         ("inputs=[*.txt]", ("*", "quotes")),

@@ -23,10 +23,6 @@ MIN_NUMBER = 1e-37
 """Smallest magnitude of a number that is not 0; smaller ones are 0 in single precision."""
 MAX_SEED = 2**63 - 1
 """Largest seed."""
-_GONE = {
-    "scaling.straggler_factor": "remove it; tokens_per_second and data_wait_share of metrics.jsonl show a slow run"
-}
-"""What to do about a key that earlier versions had."""
 _SHOWN_CHARACTERS = 40
 
 
@@ -157,8 +153,6 @@ def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
         path: the key and the sections above it.
         model: model of the whole section.
     """
-    if advice := _GONE.get(".".join(path)):
-        return f", which is no setting any more: {advice}"
     *parents, last = path
     own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
