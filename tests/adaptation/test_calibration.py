@@ -146,9 +146,6 @@ class Planted(_Adaptation):
     def _finish(self, verdict, chosen, *_):
         return chosen, verdict.outcome
 
-    def _keep(self, split, scored):
-        pass
-
 
 def test_the_choice_reads_development_rows_alone_and_the_verdict_test_rows_alone(monkeypatch):
     monkeypatch.setattr("declutr.adaptation.job.search_examples", lambda *_: [])

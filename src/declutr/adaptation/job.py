@@ -247,7 +247,6 @@ class _Adaptation:
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
         start = self._scored(test, self.start)
         values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        self._keep("test", {_START: start, **values})
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed)]
         rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
@@ -271,7 +270,6 @@ class _Adaptation:
             self.builder.make(name, self.start, steps)
             scored[name] = self._scored(test, self.builder.load(name))
             self._tell(name, scored[_START], scored[name])
-        self._keep("development", scored)
         return scored
 
     def _tell(self, name: str, start: Values, values: Values) -> None:
@@ -396,10 +394,6 @@ class _Adaptation:
         scores = test.encoder(encoder, with_idf)
         write_json(path, plain(scores))  # scoring takes minutes, and a later start needs it again
         return scores
-
-    def _keep(self, split: str, scored: dict[str, Values]) -> None:
-        """Writes the values of every row, from which all intervals can be computed again."""
-        write_json(self.output / "scores" / f"{split}.json", {name: plain(values) for name, values in scored.items()})
 
     def _say(self, what: str) -> None:
         get_logger().info("%s; %.0f minutes left", what, self.state.seconds_left / 60)
