@@ -117,7 +117,6 @@ class Updates:
     moments: list[list[Tensor]]
     """First and second moment (adam) or second moment (rmsprop) of each parameter, in its shape."""
     num_steps: int = 0
-    _scratch: list[Tensor] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -165,11 +164,7 @@ class Updates:
         )
 
     def _rmsprop(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        if not self._scratch:
-            self._scratch = [torch.empty_like(parameter) for parameter in parameters]
-        for parameter, gradient, (square,), scratch in zip(
-            parameters, gradients, self.moments, self._scratch, strict=True
-        ):
+        for parameter, gradient, (square,) in zip(parameters, gradients, self.moments, strict=True):
             square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
-            torch.sqrt(square, out=scratch).add_(_EPSILON)  # outside of the root, as in torch
-            parameter.addcdiv_(gradient, scratch, value=-self.learning_rate)
+            root = square.sqrt().add_(_EPSILON)  # outside of the root, as in torch
+            parameter.addcdiv_(gradient, root, value=-self.learning_rate)
