@@ -157,12 +157,12 @@ def test_errors_of_items_are_those_of_drawing_items_anew(scale):
     gold = np.arange(600) % 6
     rng = np.random.default_rng(0)
     values = [np.stack([gold + noise * rng.normal(size=600), gold], axis=1) for noise in (scale, 1.0)]
-    errors = np.subtract(*(item_errors(spearman_influence(side), 1) for side in values))
+    errors = np.subtract(*(item_errors(spearman_influence(side)) for side in values))
     drawn = [rng.integers(0, 600, 600) for _ in range(1000)]
     wanted = np.std([spearman(values[0][rows]) - spearman(values[1][rows]) for rows in drawn])
-    assert np.sqrt(errors @ errors) == pytest.approx(wanted, rel=0.08)
+    assert np.sqrt(errors @ errors) == pytest.approx(100 * wanted, rel=0.08)
     right = (gold < 2).astype(float)
-    assert np.square(item_errors(right, 100)).sum() == pytest.approx(100**2 * right.var() / 599)
+    assert np.square(item_errors(right)).sum() == pytest.approx(100**2 * right.var() / 599)
     assert not spearman_influence(np.zeros((4, 2))).any()
 
 

@@ -270,7 +270,7 @@ def test_the_interval_holds_other_test_items_too():
     """A difference seen with each seed alike is not measurable if it rests on few questions."""
     column = numbers(effect=1.0)
     answers = np.random.default_rng(1).random((2, 50)) < np.array([[0.5], [0.52]])
-    errors = [item_errors(side.astype(float), 100).tolist() for side in answers]
+    errors = [item_errors(side.astype(float)).tolist() for side in answers]
     items = {name: dict.fromkeys(range(5), errors[cell["terms"] == "both"]) for name, cell in CELLS.items()}
     alone, both = compare_labels(CELLS, column)[0], compare_labels(CELLS, column, (), items)[0]
     assert (alone.items, both.items, both.difference) == (0, 50, alone.difference)

@@ -63,17 +63,14 @@ def _ranks(values: F64) -> F64:
     return (ends - (counts + 1) / 2)[group] - (len(values) - 1) / 2
 
 
-def item_errors(influence: F64, scale: float) -> F64:
-    """`(N,)` shares of test items in a score's error: the root of their squared sum is its standard error.
+def item_errors(influence: F64) -> F64:
+    """`(N,)` shares of test items in a score's error, in percent: the root of their squared sum is its standard error.
 
-    Those of two encoders on the same items may be subtracted, and averaged over runs, item by item.
-
-    Args:
-        influence: `(N,)` first-order effect of each item on the score, up to a constant.
-        scale: 100 for a score in percent.
+    Those of two encoders on the same items may be subtracted, and averaged over runs, item by item. `influence` is the
+    `(N,)` first-order effect of each item on the score, up to a constant.
     """
     count = len(influence)
-    errors: F64 = scale * (influence - influence.mean()) / np.sqrt(count * max(count - 1, 1))
+    errors: F64 = 100 * (influence - influence.mean()) / np.sqrt(count * max(count - 1, 1))
     return errors
 
 

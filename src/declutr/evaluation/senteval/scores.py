@@ -283,4 +283,4 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     }
     parts = (examples(features(part), part.labels) for _, part in splits)
     scores, right, _ = fits[task.procedure](*parts, len(data.classes), config)
-    return Scored(scores, items={"acc": item_errors(right.astype(np.float64), scale=100)})
+    return Scored(scores, items={"acc": item_errors(right.astype(np.float64))})

@@ -92,7 +92,7 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> Scored:
 
 def pair_errors(predicted: Vector, gold: Vector) -> Vector:
     """`(R,)` errors of the pairs in the Spearman of predicted and gold scores, in percent (`item_errors`)."""
-    return item_errors(spearman_influence(np.stack([predicted, gold], axis=1)), scale=100)
+    return item_errors(spearman_influence(np.stack([predicted, gold], axis=1)))
 
 
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Scored:
