@@ -82,11 +82,7 @@ def steps_within(
 ) -> int:
     """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
 
-    Args:
-        seconds: time left for the training and for what follows it, which takes about a third of it.
-        tokens_per_second: of the start's forward.
-        num_documents: that are trained on.
-        window_tokens: of a window of the shards.
+    About a third of the seconds is for what follows the training; the tokens per second are the start's in a forward.
     """
     # anchor and positive: 48 of 32 to 64 tokens on average (Beta(4, 2) and Beta(2, 4)), and 2 special ones
     tokens = 2 * BATCH_DOCUMENTS * (3 * window_tokens // 4 + 2)
@@ -225,18 +221,10 @@ def whitening(sums: WithinSums) -> F64:
 def passage_ids(
     documents: pa.Table, max_content: int, vocabulary: Vocabulary
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Token ids of at most four passages of each document, and the number of the document of each.
+    """Token ids of at most four passages of each of n documents, and `(S,)` number of the document of each, from 0.
 
     A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap. A document with
-    fewer windows has one for each.
-
-    Args:
-        documents: n rows of the shards.
-        max_content: most tokens of a passage without special ones.
-        vocabulary: ids of the tokenizer.
-
-    Returns:
-        The ids with special tokens, and `(S,)` document numbers from 0 to n - 1.
+    fewer windows has one for each. The ids include special tokens, of which `max_content` counts none.
     """
     tokens, offsets = ragged(documents.column("tokens"))
     windows, bounds = ragged(documents.column("windows"))
@@ -290,10 +278,6 @@ def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values,
     """Values of the start and of the closed form, each document scored by a fit without it; and the sums of all.
 
     A document's passages search among those of the documents of its fold, for both encoders.
-
-    Args:
-        passages: of all documents.
-        start: the encoder.
 
     Raises:
         UsageError: the documents of four folds have no covariance.

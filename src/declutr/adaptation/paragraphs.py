@@ -44,8 +44,7 @@ class Paragraphs:
     def recall(self, scores: NDArray[np.float32]) -> NDArray[np.float64]:
         """`(n, 2)` queries of each document that find their answer first among all answers, and queries of it.
 
-        Args:
-            scores: `(S, S)`, query searches answer; a tie is not the first.
+        The scores are `(S, S)`, query by answer; a tie is not the first.
         """
         counts = np.zeros((self.num_documents, 2))
         if self.queries:
@@ -73,13 +72,8 @@ def paragraph_pairs(
 ) -> dict[T, Paragraphs]:
     """Of each split at most four pairs of a document, spread over it, whose answers are cut to a passage's length.
 
-    They are questions if 100 documents of each split have some, else first sentences.
-
-    Args:
-        splits: texts of documents with line breaks, by split.
-        tokenizer: of transformers.
-        passage_tokens: most tokens of an answer.
-        own: passages by the text of their document, which take the place of paragraphs.
+    They are questions if 100 documents of each split have some, else first sentences. Passages of one's own, by the
+    text of their document, take the place of paragraphs.
     """
     engine = uncut_engine(tokenizer)
 

@@ -41,13 +41,7 @@ _MOST_OF_FEW = 5 * MOST_DOCUMENTS  # each fold searches among as many as a split
 def held_out_documents(corpus: Corpus, data: Path, seed: int, lengths: Lengths = LENGTHS) -> dict[Split, list[str]]:
     """Texts of the documents of each split, by their keys, with their line breaks; reads the corpus again for them.
 
-    Which document belongs to which split is a function of the seed and the document.
-
-    Args:
-        corpus: where its documents are.
-        data: the prepared corpus.
-        seed: of the split.
-        lengths: tokens of passages.
+    Which document belongs to which split is a function of the seed and the document. `data` is the prepared corpus.
     """
     ids, keys, tokens = _rows(data, "held-out")
     drawn = seeding.unit(seeding.words(seed, "adaptation split", keys, np.zeros_like(keys), 1))[:, 0]
@@ -147,10 +141,7 @@ class Passages:
         """`(n,)` recall@1 of passages that search another one of their document, NaN without a distant pair.
 
         Each passage searches each gallery, which has one passage of every document. Its own document's passage must be
-        at least 96 tokens away and must have the highest score; a tie is not the highest.
-
-        Args:
-            scores: `(P, P)`, row searches column.
+        at least 96 tokens away and must have the highest score of its row of `(P, P)`; a tie is not the highest.
         """
         hits, pairs = np.zeros(self.num_documents), np.zeros(self.num_documents)
         counts = np.bincount(self.owners, minlength=self.num_documents)
@@ -168,10 +159,7 @@ class Passages:
     def headings(self, scores: F32) -> F64:
         """`(n, 2)` headings of each document that find it first, and headings of it; a tie finds nothing.
 
-        The score of a document is that of its best passage.
-
-        Args:
-            scores: `(Q, P)`.
+        The score of a document is that of its best passage, of `(Q, P)` scores.
         """
         counts = np.zeros((self.num_documents, 2))
         if not self.queries:

@@ -179,13 +179,7 @@ _POINT = 0.01
 
 
 def choose(order: Sequence[str], development: dict[str, Values], primary: str) -> str:
-    """The candidate with the highest score on development rows; of equal ones the cheapest.
-
-    Args:
-        order: candidates from the cheapest to the dearest.
-        development: their values.
-        primary: the measure that decides.
-    """
+    """The candidate with the highest score on development rows; of equal ones the cheapest, the first of `order`."""
 
     def score(name: str) -> float:
         values = development[name][primary]

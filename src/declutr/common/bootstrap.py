@@ -42,9 +42,7 @@ def share(values: F64) -> float:
 def grouped(values: F64, groups: NDArray[np.int64]) -> F64:
     """`(G, 2)` sums and counts of `(N,)` values by group, for `share`: groups are drawn whole, as they are independent.
 
-    Args:
-        values: one for each member.
-        groups: `(N,)` number of each member's group, from 0 to G - 1.
+    `groups` are `(N,)` numbers from 0 to G - 1.
     """
     return np.stack([np.bincount(groups, values), np.bincount(groups)], axis=1).astype(np.float64)
 
@@ -120,11 +118,7 @@ class Comparison:
         return self.changed is not None and self.changed < MIN_CHANGED
 
     def sentence(self, rows: str = "rows") -> str:
-        """The difference with its interval, the number of rows and a judgement: better, worse, or not measurable.
-
-        Args:
-            rows: the noun for them.
-        """
+        """The difference with its interval, the number of rows and a judgement: better, worse, or not measurable."""
         if self.rows == 0:
             return f"not comparable: none of the {rows} have both values"
         if self.interval is None:
@@ -137,17 +131,10 @@ class Comparison:
 
 
 def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean, min_rows: int = MIN_ROWS) -> Comparison:
-    """Compares two encoders by their values on the same rows.
+    """Compares two encoders by their `(N,)` or `(N, K)` values on the same rows, in the same order.
 
     A row with a value that is missing (NaN) on either side is left out on both. A difference of means is not measurable
-    if fewer than `MIN_CHANGED` rows differ, whatever the interval.
-
-    Args:
-        before: `(N,)` or `(N, K)` values of the first encoder.
-        after: values of the second encoder for the same rows, in the same order.
-        seed: of the draws.
-        statistic: the score of rows of values.
-        min_rows: with fewer there is no interval.
+    if fewer than `MIN_CHANGED` rows differ, whatever the interval. With fewer than `min_rows` there is no interval.
 
     Raises:
         ValueError: the two do not have the same rows.
@@ -167,14 +154,7 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean, min
 
 
 def paired_interval(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> tuple[float, float]:
-    """The 95% percentile interval of `statistic(after) - statistic(before)`; every row must have all values.
-
-    Args:
-        before: `(N,)` or `(N, K)` values of the first encoder.
-        after: values of the second encoder for the same rows.
-        seed: of the draws.
-        statistic: the score of rows of values.
-    """
+    """The 95% percentile interval of `statistic(after) - statistic(before)` of `(N,)` or `(N, K)` values, none NaN."""
     differences = []
     for first in range(0, _RESAMPLES, _DRAWS):
         drawn = (_drawn_once if len(before) <= _CACHED_ROWS else _drawn)(seed, len(before), first)

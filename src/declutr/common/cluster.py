@@ -55,11 +55,7 @@ def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str |
 
 
 def use_network_of(address: str) -> None:
-    """Lets gloo and NCCL listen at an address of this host, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
-
-    Args:
-        address: this host's address in the cluster.
-    """
+    """Lets gloo and NCCL listen at this host's address, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():

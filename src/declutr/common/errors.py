@@ -149,9 +149,7 @@ _PACKAGES = {
 def missing_extra(extra: str, use: str) -> str | None:
     """A sentence with the command that installs an extra, or None if its packages are there; imports nothing.
 
-    Args:
-        extra: name of an extra of pyproject.toml.
-        use: the setting or option that needs it, with its value.
+    `use` is the setting or option that needs it, with its value.
     """
     specs = {package: find_spec(package) for package in _PACKAGES.get(extra, (extra,))}
     # the spec of a folder of that name without code, as `wandb` beside a run, has no origin

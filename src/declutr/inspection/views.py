@@ -90,12 +90,7 @@ class StepReader:
         self.collator: Collator = self.objective.collator(vocabulary, room)
 
     def rows(self, step: int, only: Collection[int | None] | None = None) -> Iterator[ReadRow]:
-        """The rows that a 1-based step reads, in their order.
-
-        Args:
-            step: the step.
-            only: numbers of the rows to read; None: all.
-        """
+        """The rows that a 1-based step reads, in their order; with `only`, those with these numbers."""
         epochs, numbers = self.task.plan.documents(step - 1, step)
         for position, (epoch, number) in enumerate(zip(epochs.tolist(), numbers.tolist(), strict=True)):
             if only is not None and number not in only:
@@ -225,13 +220,7 @@ def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, 
 
 
 def row_lines(reader: StepReader, row: ReadRow, limit: int | None = None) -> Iterator[str]:
-    """Show a row: place, spans with their texts and masks, views and facts.
-
-    Args:
-        reader: reader of its task.
-        row: the row.
-        limit: characters of a text to show; None: all.
-    """
+    """Show a row: place, spans with at most `limit` characters of their texts and with masks, views and facts."""
     corpus, number = reader.task.plan.place_of(row.number)
     of_corpus = f" of {reader.task.shards.folders[corpus]}" if reader.task.plan.sizes else ""
     place = f"position {row.position}: row {number:,}{of_corpus}, document {row.id}"

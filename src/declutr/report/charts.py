@@ -117,11 +117,7 @@ def draw_histogram(
 def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence[int] = ()) -> Chart:
     """Draws curves over steps; more than 240 points as the mean of equally many, with lowest and highest as a band.
 
-    Args:
-        name: unique on the page.
-        title: name of the quantity.
-        curves: those of all runs, at floor one.
-        alarms: steps with a line.
+    No other chart of the page has the name, there is a curve at least, and steps with an alarm have a line.
     """
     figure, axes = _figure(4.7, 2.3)
     for curve in curves:
@@ -142,13 +138,7 @@ def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence
 
 
 def draw_intervals(name: str, title: str, rows: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Chart:
-    """Draws differences in points as dots with their 95% intervals around a line at 0.
-
-    Args:
-        name: unique on the page.
-        title: name of the measure.
-        rows: a name of ours, the difference and its interval.
-    """
+    """Draws differences in points as dots with their 95% intervals around a line at 0; no other chart has the name."""
     figure, axes = _figure(8, 0.7 + 0.3 * len(rows))
     axes.axvline(0, color=COLOURS["muted"], linewidth=1)
     for place, (_, difference, interval) in enumerate(rows):

@@ -55,11 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def config_parser(section: str) -> Parser:
-    """A parser for `CONFIG [key=value ...] [--print-config]`; call `parse_intermixed_args` on it.
-
-    Args:
-        section: `prepare` or `train`, the name of the command and of its section in the config file.
-    """
+    """A parser for `prepare` or `train CONFIG [key=value ...] [--print-config]`; call `parse_intermixed_args` on it."""
     parser = Parser(prog=f"declutr {section}", description=_SUMMARIES[section])
     parser.add_argument("config", help=f"YAML file with a `{section}` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")

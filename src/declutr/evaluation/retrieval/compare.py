@@ -28,15 +28,11 @@ MEASURES = (*(f"recall@{k}" for k in CUTOFFS), "mrr", "ndcg@10")
 
 
 def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) -> F64:
-    """`(Q, 5)` values of `MEASURES` for each query; of equal scores the mean over all orders of their texts.
+    """`(Q, 5)` values of `MEASURES` by `(Q, G)` scores; of equal scores the mean over all orders of their texts.
 
     recall@k: share of the relevant texts among the first k. mrr: 1 / position of the first relevant text. ndcg@10:
     sum of 1 / log2(1 + position) over the relevant texts among the first 10, divided by its largest possible value
-    (Järvelin and Kekäläinen 2002).
-
-    Args:
-        scores: `(Q, G)`.
-        relevant: numbers of the relevant texts of each query, at least one.
+    (Järvelin and Kekäläinen 2002). Each query has a relevant text at least.
 
     Raises:
         EncoderError: a score is NaN.

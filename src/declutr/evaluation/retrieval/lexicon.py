@@ -48,14 +48,11 @@ def query_weights(kind: LexicalKind, occurrences: F64, in_texts: F64, total: int
 
 
 class Lexicon:
-    """Words of G texts, with the weights by which queries are compared with them.
+    """Words of G texts, which are read once, with the weights by which queries are compared with them.
 
     - BM25 (Robertson and Zaragoza 2009): sum over words w of the query of
       ln(1 + (N - n + 0.5) / (n + 0.5)) * f (k1 + 1) / (f + k1 (1 - b + b |t| / mean |t|)), k1 = 1.2, b = 0.75.
     - IDF cosine: cosine of vectors with (1 + ln f) ln(1 + N / n(w)) for each word; words of no text are left out.
-
-    Args:
-        texts: to search, read once.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
