@@ -109,8 +109,10 @@ def test_no_difference_of_the_settings_goes_unseen(made, run, section, value, to
     config = made.model_copy(update={"optim": made.optim.model_copy(update=optim)})
     before = config.model_copy(update={"run": str(run)}).resume_settings()
     (run / "resume_settings.json").write_text(json.dumps(before | {"optim": before["optim"] | section}))
+    whole = contents(run)
     with pytest.raises(ConfigError, match=all_of(told, "name another folder", "encoder.pretrained=")):
         train(config, run)
+    assert contents(run) == whole
 
 
 def test_checkpoints_of_another_configuration_than_the_folder_names_are_refused(made, run):
