@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from folders import encoder_folder
+from folders import embed_rows, encoder_folder
 from messages import says
 from pages import checked
 from processes import run_python
@@ -142,14 +142,8 @@ def test_pooling_of_the_command_replaces_the_encoders_own(folder, tmp_path, caps
 def index(tmp_path_factory):
     """An index whose texts and ids steer a terminal."""
     hostile = tmp_path_factory.mktemp("hostile")
-    lines = [
-        json.dumps({"text": f"cat \x1b[2J\u202e … {number}", "id": f"\x1b]0;x\x07{number}"}) for number in range(3)
-    ]
-    (hostile / "in.jsonl").write_text("\n".join(lines) + "\n")
-    output = hostile / "out.parquet"
-    assert (
-        main(["embed", "hashed-words:8", str(hostile / "in.jsonl"), "--output", str(output), "--id-field", "id"]) == 0
-    )
+    rows = [{"text": f"cat \x1b[2J\u202e … {number}", "id": f"\x1b]0;x\x07{number}"} for number in range(3)]
+    output = embed_rows(hostile, rows, "--id-field", "id", suffix=".parquet")
     assert main(["index", str(output), "--output", str(hostile / "index")]) == 0
     return hostile / "index"
 
