@@ -12,7 +12,6 @@ from mediafiles import png
 from messages import says
 from prepared import Row, write_prepared
 from preparing import prepare_media
-from processes import run_python
 from transformers import AutoTokenizer
 from volumes import small_volume
 
@@ -70,15 +69,6 @@ def test_a_run_that_train_refuses_fails(tmp_path, capsys):
     shown = capsys.readouterr().out
     says(shown, "FAIL  configuration: ", "nothing: no such folder")
     says(shown, "-> correct the setting")
-
-
-def test_help_loads_neither_torch_nor_ray():
-    code = "import sys; from declutr.doctor import main\ntry: main(['--help'])\nfinally: print(sorted(sys.modules))"
-    shown = run_python("-c", code).stdout
-    assert "planned run" in shown
-    assert not {f"'{name}'" for name in ("torch", "ray", "transformers", "pyarrow")} & set(
-        shown.replace(",", "").split()
-    )
 
 
 def test_needs_of_a_run_are_those_of_its_encoder_and_checkpoints(tmp_path):

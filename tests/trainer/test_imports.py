@@ -1,4 +1,4 @@
-"""Names of torch and Ray that are not public, in one file each; what a start loads before it is needed."""
+"""Names of torch and Ray that are not public, in one file each; what an import loads, and a refusal."""
 
 import ast
 import json
@@ -107,14 +107,25 @@ def test_the_installed_ray_has_them():
         pytest.fail(f"ray {ray.__version__} lacks {', '.join(missing)} of {RAY_FILE}", pytrace=False)
 
 
-CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}} & set(sys.modules)))"
+IMPORTS = [
+    ("declutr", {"torch", "ray", "pydantic", "numpy", "transformers", "yaml"}),
+    (
+        "declutr.pipeline.prepare, declutr.pipeline.job.worker",
+        {"torch", "PIL", "soundfile", "transformers.audio_utils", "scipy.signal"},
+    ),
+    pytest.param(
+        "declutr.trainer.train, declutr.trainer.driver.supervisor, declutr.cli.runs, declutr.inspection.describe,"
+        " declutr.inspection.order",
+        {"torch", "transformers", "scipy.stats"},
+        marks=pytest.mark.slow,
+    ),
+]
 
 
-@pytest.mark.slow
-def test_no_torch_before_it_is_needed():
-    imports = "import declutr.trainer.train, declutr.trainer.driver.supervisor\n"
-    imports += "import declutr.cli.runs, declutr.inspection.describe, declutr.inspection.order"
-    assert run_python("-c", CODE.format(imports)).stdout.strip() == ""
+@pytest.mark.parametrize(("modules", "forbidden"), IMPORTS, ids=["the package", "prepare", "train and inspect"])
+def test_import_loads_no_library_that_it_does_not_need(modules, forbidden):
+    code = f"import sys, {modules}; assert dir(declutr); print(*sorted({forbidden!r} & set(sys.modules)))"
+    assert run_python("-c", code).stdout == "\n"
 
 
 REFUSALS = """import json, sys
