@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-COMPLETE, SLICES = SHARED / "senteval", SHARED / "senteval-slices"
+COMPLETE = Path(__file__).resolve().parents[3] / "shared" / "data" / "senteval"
 
 PROBING = {
     "sentence_length": ("0", "1", "2", "3", "4", "5"),
