@@ -13,8 +13,7 @@ from huggingface_hub import constants
 from messages import all_of
 from safetensors.torch import load_file, save_file
 from sentevalsets import write_sets
-from states import state_of
-from tinyruns import write_config
+from tinyruns import state_of, write_config
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTraining
 
 from declutr.cli.main import main

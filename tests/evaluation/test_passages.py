@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
 from officefiles import docx, paragraph, pdf, shown
-from processes import environment
-from waiting import until
+from processes import environment, until
 
 import declutr
 from declutr.cli.main import main

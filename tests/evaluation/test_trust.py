@@ -14,7 +14,7 @@ import yaml
 from folders import embed_rows, encoder_folder
 from messages import all_of, says
 from sentevalsets import write_sets
-from states import state_of
+from tinyruns import state_of
 
 from declutr.cli.main import main
 from declutr.common.config import load_config

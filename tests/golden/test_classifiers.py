@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from threads import one_thread
 
 from declutr.evaluation.senteval import protocols
 from declutr.evaluation.senteval.classifier import examples
@@ -12,7 +11,7 @@ from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
 from declutr.evaluation.senteval.retrieval import recalls
 
-pytestmark = [pytest.mark.golden, pytest.mark.usefixtures(one_thread.__name__)]
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("one_thread")]
 PRESETS = {"default": ClassifierConfig(), "prototyping": ClassifierConfig.prototyping()}
 NAMES = (
     *("inner_MR_like", "inner_imbalanced", "kfold_TREC_like", "kfold_MRPC_like"),

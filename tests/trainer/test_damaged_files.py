@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import tinyruns as runs
-from broken import contents, empty, flip_a_bit, remove, truncate
-from damagedjson import DAMAGED
+from broken import DAMAGED, contents, empty, flip_a_bit, remove, truncate
 from madeup import STEPS, config_of, finish, save
 from messages import all_of
 

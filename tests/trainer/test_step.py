@@ -13,7 +13,6 @@ from cases import CASES, LENGTHS, PROJECTION, SENTENCES, collator_of, train_step
 from groups import run_group
 from measures import deviation
 from messages import all_of, says
-from states import state_of
 from tiny import (
     HALF,
     OBJECTIVES,
@@ -26,6 +25,7 @@ from tiny import (
     tiny_train_step,
     with_task,
 )
+from tinyruns import state_of
 from torch import nn
 from transformers import get_scheduler
 

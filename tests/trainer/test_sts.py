@@ -10,8 +10,8 @@ from groups import run_group
 from messages import all_of, says
 from prepared import Row, write_prepared
 from scipy.stats import spearmanr
-from states import state_of
 from tiny import VOCAB_SIZE, tiny_encoder
+from tinyruns import state_of
 from torch import nn
 
 from declutr.common.errors import DataError
