@@ -6,7 +6,7 @@ import pytest
 from folders import embed_rows, encoder_folder
 from messages import says
 from pages import checked
-from sentevalsets import write_sets
+from sentevaldata import write_sets
 
 from declutr.cli.main import main
 from declutr.common.lock import RunLock

@@ -13,7 +13,7 @@ import torch
 import yaml
 from folders import embed_rows, encoder_folder
 from messages import all_of, says
-from sentevalsets import write_sets
+from sentevaldata import write_sets
 from tinyruns import state_of
 
 from declutr.cli.main import main
