@@ -249,8 +249,9 @@ def wait_gone(pids, timeout=60):
     return left
 
 
-def word_shards(folder):
-    """Shards of 20 documents of 90 words, of which there are 50; returns the folder."""
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
-    write_prepared(folder, [[Row(text) for text in texts]], geometry=GEOMETRY)
+def word_shards(folder, rows=20, held_out=()):
+    """Shards of documents of 90 words, of which there are 50; `held_out` has numbers of rows. Returns the folder."""
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(rows)]
+    unit = [Row(text, "held-out" if row in held_out else "train") for row, text in enumerate(texts)]
+    write_prepared(folder, [unit], geometry=GEOMETRY)
     return folder
