@@ -70,6 +70,17 @@ def _threads_stay():
 
 
 @pytest.fixture
+def one_thread():
+    """Many small steps are fastest with one: on a busy machine threads wait for each other at every step."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def log():
     """Messages of the project's logger in this process."""
     lines = []

@@ -34,9 +34,9 @@ PAIRS = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
 
 def write_inputs(folder):
     """Everything that the commands read: texts, pairs, pictures, judged queries, an encoder."""
-    from mediafiles import png, sound, spread, tone
+    from mediafiles import spread
     from nanofiles import rows_of, write_test
-    from textruns import write_texts
+    from textruns import clips, pictures, write_texts
     from tinyruns import write_corpus
     from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
     from vocabularies import wordpiece_backend
@@ -44,8 +44,8 @@ def write_inputs(folder):
     folder.mkdir(parents=True)
     write_corpus(folder / "documents.jsonl")
     write_texts(folder)
-    spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
-    spread(folder / "sounds", {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)})
+    spread(folder / "pictures", pictures())
+    spread(folder / "sounds", clips())
     write_test(folder / "nano" / "nanobeir", *rows_of(0))
     texts = [json.loads(line)["text"] for line in (folder / "documents.jsonl").read_text().splitlines()]
     rng = random.Random(1)

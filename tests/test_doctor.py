@@ -10,9 +10,7 @@ import pytest
 import tinyruns as runs
 from mediafiles import png
 from messages import says
-from prepared import Row, write_prepared
 from preparing import prepare_media
-from processes import run_python
 from transformers import AutoTokenizer
 from volumes import small_volume
 
@@ -31,11 +29,6 @@ def only(findings, name):
     """The only finding with that at the end of its name."""
     (finding,) = [finding for finding in findings if finding.name.endswith(name)]
     return finding
-
-
-def prepare_texts(folder):
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
-    write_prepared(folder, [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
 
 
 @pytest.mark.slow
@@ -72,18 +65,9 @@ def test_a_run_that_train_refuses_fails(tmp_path, capsys):
     says(shown, "-> correct the setting")
 
 
-def test_help_loads_neither_torch_nor_ray():
-    code = "import sys; from declutr.doctor import main\ntry: main(['--help'])\nfinally: print(sorted(sys.modules))"
-    shown = run_python("-c", code).stdout
-    assert "planned run" in shown
-    assert not {f"'{name}'" for name in ("torch", "ray", "transformers", "pyarrow")} & set(
-        shown.replace(",", "").split()
-    )
-
-
 def test_needs_of_a_run_are_those_of_its_encoder_and_checkpoints(tmp_path):
     """Counted without weights."""
-    prepare_texts(tmp_path / "data")
+    runs.word_shards(tmp_path / "data", rows=12)
     projection = {"encoder": {"projection": {"kind": "mlp", "size": 8}}, "checkpoint": {"keep_last": 2}}
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **projection)
     run = resolve(config)
@@ -106,7 +90,7 @@ def test_needs_of_a_run_are_those_of_its_encoder_and_checkpoints(tmp_path):
 
 def test_needs_count_the_tasks_of_a_run(tmp_path):
     """Frontends and heads, and an optimizer for each turn."""
-    prepare_texts(tmp_path / "data")
+    runs.word_shards(tmp_path / "data", rows=12)
     folder, _ = prepare_media(tmp_path / "images", "images", {f"{'ab'[n % 2]}/{n}.png": png(n) for n in range(40)})
     frontend = {"image_size": 16, "patch_size": [8, 8]}
     tasks = {"image": {"data": str(folder), "objective": {"kind": "supcon"}, "frontend": frontend}}

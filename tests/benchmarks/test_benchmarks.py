@@ -20,7 +20,6 @@ from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
-from declutr.trainer.data.plan import permute
 from declutr.trainer.model import attention as kernels
 from declutr.trainer.model.attention import Kernels
 from declutr.trainer.objectives.config import SpanConfig
@@ -82,16 +81,6 @@ def test_benchmark_of_embedding_has_figures(tmp_path):
     assert found["max_abs_diff"] < 1e-5
     assert found["ratio"] == min(found["ratio_sentences"], found["ratio_paragraphs"]) > 0
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
-
-
-def test_the_order_of_a_billion_runs_backwards():
-    """Exact where an epoch ends and another begins, too; and the check is able to fail."""
-    size = 10**9
-    items = np.concatenate([np.arange(500), np.arange(size - 500, size)])
-    epochs = np.repeat([1, 0], 500)
-    images = permute(7, epochs, items, size)
-    assert np.array_equal(permute(7, epochs, images, size, inverse=True), items)
-    assert not np.array_equal(permute(8, epochs, images, size, inverse=True), items)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def test_aws_template_starts_and_exposes_what_is_documented():
     of_the_head = rights_of("declutr-head")
     assert of_a_worker.items() <= of_the_head.items()
     assert "WorkerRole" in of_the_head["iam:PassRole"]
+    assert "iam:CreateServiceLinkedRole" not in of_the_head, "a person does it once"
     assert set(outputs) == {"SecurityGroup", "Bucket"}
     run = f"s3://{outputs['Bucket']}/runs/base"
     Folder(run).put("note", b"found without a key in the address")

@@ -312,18 +312,6 @@ def test_workers_spill_to_the_local_disk_if_there_is_one(tmp_path):
         assert done.stdout.startswith(b"start --address=10.0.0.1:6379 ")
 
 
-def test_documented_commands_for_spot_are_given():
-    text = DOCUMENT.read_text()
-    for command in (
-        "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com",
-        "aws service-quotas list-service-quotas --service-code ec2",
-        "aws service-quotas request-service-quota-increase --service-code ec2",
-    ):
-        assert command in text
-    rights = (ROOT / "deploy" / "aws.yaml").read_text()
-    assert "CreateServiceLinkedRole" not in rights, "the head may not; a person does it once"
-
-
 def test_pods_with_gpus_tolerate_the_usual_taint():
     _, *workers = pods()
     with_gpus = [pod for pod in workers if "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]]

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from waiting import until
+from processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"

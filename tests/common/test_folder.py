@@ -8,8 +8,8 @@ import time
 
 import pytest
 from broken import contents
-from faultystore import faulty_store
 from messages import all_of, says
+from s3server import faulty_store
 
 from declutr.common.errors import RemoteError
 from declutr.common.storage import LISTING

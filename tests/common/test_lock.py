@@ -12,11 +12,11 @@ from subprocess import PIPE
 
 import msgspec
 import pytest
-from damagedjson import DAMAGED
+from broken import DAMAGED
 from diskcalls import disk_calls
 from messages import all_of
+from processes import until
 from s3server import s3_server
-from waiting import until
 
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock, StoreLock, this_process

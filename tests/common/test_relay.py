@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import environment
-from waiting import until
+from processes import environment, until
 
 from declutr.common.relay import end_at_signals
 

@@ -7,7 +7,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rows import clip_rows, image_rows
-from torch import Tensor, nn
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.workload import OBJECTIVES, SIZES, Workload
@@ -87,8 +87,7 @@ class Case:
     """A train step of the tasks of some workloads, which train the encoder of the first.
 
     `kernel`: attention is the kernel of a GPU; else groups of spans. `reduce`: sums of gradients, after the backward,
-    `overlapped` (in the type `compressed`) or `deterministic`. `mistake`: does what must not be, in the projection's
-    place.
+    `overlapped` (in the type `compressed`) or `deterministic`.
     """
 
     workloads: tuple[Workload, ...]
@@ -100,7 +99,6 @@ class Case:
     compressed: torch.dtype | None = None
     shared_rows: int = 1024
     optim: OptimConfig = field(default_factory=OptimConfig)
-    mistake: nn.Module | None = None
 
 
 def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **objective: Any) -> Workload:
@@ -131,26 +129,6 @@ def clips(content: Any) -> ClipWorkload:
     settings = {"dropout": 0.1, "attention_dropout": 0.0, "pooling": "cls"}
     return ClipWorkload.of(*ARGUMENTS, objective=SupconConfig(), content=content, **settings)
 
-
-class Mistake(nn.Module):
-    """Changes embeddings in a way that a GPU forbids or waits for."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.forward = change
-
-
-MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
-    "a tensor of the CPU": lambda each: each + torch.zeros(each.shape[-1]),
-    "lengths on the CPU": lambda each: torch.segment_reduce(
-        each, "mean", lengths=torch.ones(len(each), dtype=torch.int64), axis=0, unsafe=True
-    ),
-    "a read": lambda each: each if each.sum().item() else each * 2,
-    "a condition": lambda each: each if (each > 0).any() else each * 2,
-    "places of a mask": lambda each: each + each[each[:, 0] > 0].sum(),
-    "an index on the CPU": lambda each: each[torch.arange(len(each))],
-    "an upload that blocks": lambda each: each * torch.tensor([1.0], device=each.device),
-}
 
 CASES = {
     "declutr": Case((spans(),)),
@@ -185,7 +163,6 @@ CASES = {
     "4 workers, share": Case((spans(),), comm=WORKERS, shared_rows=1),
     **{f"4 workers, {kind}, share": Case((texts(kind),), comm=WORKERS, shared_rows=1) for kind in OBJECTIVES},
     "4 workers, images, share": Case((clips("images"),), comm=WORKERS, shared_rows=1),
-    **{f"mistake: {name}": Case((spans(),), mistake=Mistake(change)) for name, change in MISTAKES.items()},
 }
 
 
@@ -193,8 +170,6 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
     """The train step, with everything on the GPU."""
     first = case.workloads[0]
     encoder = gpu.moved(first.encoder())
-    if case.mistake is not None:
-        encoder.projection = case.mistake
     dropping = importlib.import_module("declutr.trainer.model.span_attention").attend_spans
     for drops in (False, True):
         encoder._kernels[GPU, drops] = Kernels(attend, dropping) if case.kernel else None

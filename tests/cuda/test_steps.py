@@ -50,21 +50,13 @@ def found(tmp_path_factory):
 
 def test_no_step_mixes_devices(found):
     """Every objective; microbatches, dropped attention weights, overlapped sums and shares of the loss."""
-    steps = {name: result for name, result in found.items() if not name.startswith("mistake")}
-    assert len(steps) > 30
-    assert {name: result["error"] for name, result in steps.items() if "error" in result} == {}
-    assert {name for name, result in steps.items() if not result["gradients"]} == set()
+    assert len(found) > 30
+    assert {name: result["error"] for name, result in found.items() if "error" in result} == {}
+    assert {name for name, result in found.items() if not result["gradients"]} == set()
 
 
 def test_no_step_waits_for_the_gpu(found):
-    waits = {name: result["waits"] for name, result in found.items() if not name.startswith("mistake")}
+    waits = {name: result["waits"] for name, result in found.items()}
     assert {name: places for name, places in waits.items() if places and name not in WAITS} == {}
     for name, expected in WAITS.items():
         assert any(place.startswith(f"{expected} at ") for place in waits[name]), f"{name} waits no longer: expect that"
-
-
-def test_every_mistake_is_found(found):
-    mistakes = {name: result for name, result in found.items() if name.startswith("mistake")}
-    assert len(mistakes) >= 3
-    assert [name for name, result in mistakes.items() if not result["waits"] and "error" not in result] == []
-    assert "cuda:0 and cpu" in mistakes["mistake: a tensor of the CPU"]["error"]

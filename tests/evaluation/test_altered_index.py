@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
-from folders import static_folder
+from folders import embed_rows, static_folder
 from messages import all_of, says
 
 from declutr.cli.main import main
@@ -25,10 +25,8 @@ SIZE, ROWS = 16, 40
 def whole(tmp_path_factory):
     """Texts, their embeddings, and a hybrid index of them."""
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "in.txt").write_text("".join(f"word{number} and more\n" for number in range(ROWS)))
-    given = ["embed", f"hashed-words:{SIZE}", str(folder / "in.txt"), "--output", str(folder / "out.npy")]
-    assert main(given) == 0
-    build_index(folder / "out.npy", folder / "index", hybrid=True)
+    output = embed_rows(folder, [f"word{number} and more" for number in range(ROWS)], encoder=f"hashed-words:{SIZE}")
+    build_index(output, folder / "index", hybrid=True)
     return folder
 
 

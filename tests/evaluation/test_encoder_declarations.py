@@ -11,7 +11,7 @@ from encoderfiles import BERT, DENSE, POOLING, SENTENCES, keys, modules, pipe, t
 from folders import TEXTS, encoder_folder
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
-from states import state_of
+from tinyruns import state_of
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from declutr.adaptation.candidates import load_transformer

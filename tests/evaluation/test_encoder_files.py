@@ -12,9 +12,8 @@ from folders import TEXTS, encoder_folder, module, write
 from huggingface_hub import constants
 from messages import all_of
 from safetensors.torch import load_file, save_file
-from sentevalsets import write_sets
-from states import state_of
-from tinyruns import write_config
+from sentevaldata import write_sets
+from tinyruns import state_of, write_config
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTraining
 
 from declutr.cli.main import main

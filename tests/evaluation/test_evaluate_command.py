@@ -1,13 +1,12 @@
-"""`declutr evaluate` as a user calls it, on small data; commands on hostile data, in a terminal of little ability."""
+"""`declutr evaluate` as a user calls it, on small data; what a search of hostile texts shows; tracebacks."""
 
 import json
 
 import pytest
-from folders import encoder_folder
+from folders import embed_rows, encoder_folder
 from messages import says
 from pages import checked
-from processes import run_python
-from sentevalsets import write_sets
+from sentevaldata import write_sets
 
 from declutr.cli.main import main
 from declutr.common.lock import RunLock
@@ -142,14 +141,8 @@ def test_pooling_of_the_command_replaces_the_encoders_own(folder, tmp_path, caps
 def index(tmp_path_factory):
     """An index whose texts and ids steer a terminal."""
     hostile = tmp_path_factory.mktemp("hostile")
-    lines = [
-        json.dumps({"text": f"cat \x1b[2J\u202e … {number}", "id": f"\x1b]0;x\x07{number}"}) for number in range(3)
-    ]
-    (hostile / "in.jsonl").write_text("\n".join(lines) + "\n")
-    output = hostile / "out.parquet"
-    assert (
-        main(["embed", "hashed-words:8", str(hostile / "in.jsonl"), "--output", str(output), "--id-field", "id"]) == 0
-    )
+    rows = [{"text": f"cat \x1b[2J\u202e … {number}", "id": f"\x1b]0;x\x07{number}"} for number in range(3)]
+    output = embed_rows(hostile, rows, "--id-field", "id", suffix=".parquet")
     assert main(["index", str(output), "--output", str(hostile / "index")]) == 0
     return hostile / "index"
 
@@ -159,30 +152,6 @@ def test_search_shows_what_it_finds(index, capsys):
     told = capsys.readouterr().out
     assert "⟨U+001B⟩[2J⟨U+202E⟩" in told
     assert all(line.isprintable() for line in told.splitlines())
-
-
-def test_names_of_files_steer_nothing(tmp_path, capsys):
-    name = str(tmp_path / "\x1b[2Jx\u202e\udc80")
-    commands = [
-        ["inspect", name], ["search", name, "x"], ["index", name, "--output", name],
-        ["embed", "hashed-words:8", name, "--output", f"{name}.npy"], ["report", name],
-    ]  # fmt: skip
-    for command in commands:
-        assert main(command) == 1
-        told = capsys.readouterr().err
-        assert "⟨U+001B⟩[2J" in told
-        assert all(line.isprintable() for line in told.splitlines())
-
-
-@pytest.mark.slow
-def test_commands_write_to_an_ascii_terminal(index):
-    def declutr(*words):
-        return run_python("-m", "declutr.cli.main", *words, env={"PYTHONIOENCODING": "ascii"}, check=False)
-
-    done = declutr("search", index, "cat")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\\u2026" in done.stdout
-    assert "Traceback" not in declutr("evaluate", "--data", index).stderr
 
 
 def test_a_traceback_is_shown_for_debugging_only(monkeypatch, capsys):

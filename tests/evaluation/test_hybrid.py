@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from folders import jsonl, static_folder
+from folders import embed_rows, static_folder
 from messages import says
 
 from declutr.cli.main import main
@@ -18,19 +18,10 @@ TEXTS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody kn
 QUERIES = ["cat on the mat", "dog dog", "the the the", "unknown"]
 
 
-def embed_lines(folder, lines, encoder=ENCODER):
-    """The file of embeddings of the lines."""
-    (folder / "in.txt").write_text(lines)
-    assert main(["embed", encoder, str(folder / "in.txt"), "--output", str(folder / "out.npy")]) == 0
-    return folder / "out.npy"
-
-
 @pytest.fixture
 def embedded(tmp_path):
-    jsonl(tmp_path / "in.jsonl", [{"text": text, "name": f"n{place}"} for place, text in enumerate(TEXTS)])
-    output = tmp_path / "out.parquet"
-    assert main(["embed", ENCODER, str(tmp_path / "in.jsonl"), "--id-field", "name", "--output", str(output)]) == 0
-    return output
+    rows = [{"text": text, "name": f"n{place}"} for place, text in enumerate(TEXTS)]
+    return embed_rows(tmp_path, rows, "--id-field", "name", encoder=ENCODER, suffix=".parquet")
 
 
 def plain(query, kind):
@@ -100,7 +91,7 @@ def test_weight_that_is_no_number_from_0_to_100_is_refused(embedded, tmp_path, c
 
 @pytest.mark.parametrize("options", [[], ["--hybrid", "--dtype", "int8"]])
 def test_search_of_an_index_without_texts_says_so(tmp_path, capsys, options):
-    output = embed_lines(tmp_path, "")
+    output = embed_rows(tmp_path, [])
     assert main(["index", str(output), "--output", str(tmp_path / "index"), *options]) == 0
     assert main(["search", str(tmp_path / "index"), "cat"]) == 1
     says(capsys.readouterr().err, "no text")
@@ -125,7 +116,7 @@ def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, c
 
 def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
     model = static_folder(tmp_path / "words", {"cat": [1, 0], "dog": [0, 1]})
-    output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(model))
+    output = embed_rows(tmp_path, ["cat and dog", "RFC2119 dog"], encoder=str(model))
     folder = str(tmp_path / "index")
     assert main(["index", str(output), "--output", folder, "--hybrid"]) == 0
     capsys.readouterr()

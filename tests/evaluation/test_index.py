@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from folders import jsonl
+from folders import embed_rows, jsonl
 from messages import all_of, says
 
 from declutr.cli.main import main
@@ -21,10 +21,8 @@ ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody 
 
 @pytest.fixture
 def embedded(tmp_path):
-    jsonl(tmp_path / "in.jsonl", [{"text": text, "name": f"n{place}"} for place, text in enumerate(ANIMALS)])
-    given = ["embed", "hashed-words:256", str(tmp_path / "in.jsonl"), "--id-field", "name", "--output"]
-    assert main([*given, str(tmp_path / "out.parquet")]) == 0
-    return tmp_path / "out.parquet"
+    rows = [{"text": text, "name": f"n{place}"} for place, text in enumerate(ANIMALS)]
+    return embed_rows(tmp_path, rows, "--id-field", "name", encoder="hashed-words:256", suffix=".parquet")
 
 
 def unit_vectors(folder):
@@ -51,9 +49,7 @@ def test_the_nearest_texts_are_shown_with_their_scores(embedded, tmp_path, capsy
 
 def test_ten_texts_of_a_line_each_are_shown_below_each_of_several_queries(tmp_path, capsys):
     texts = [f"cat number{place}\nof the   mat" for place in range(12)]
-    jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
-    assert main(["embed", "hashed-words:64", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.npy")]) == 0
-    build_index(tmp_path / "out.npy", tmp_path / "index")
+    build_index(embed_rows(tmp_path, texts), tmp_path / "index")
     capsys.readouterr()
     assert main(["search", str(tmp_path / "index"), "s3://cat", "mat"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -164,7 +160,7 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
 
 
 def test_changed_inputs_are_not_indexed(embedded, tmp_path):
-    with (tmp_path / "in.jsonl").open("a") as stream:
+    with (tmp_path / "in/a.jsonl").open("a") as stream:
         stream.write('{"text": "more", "name": "n5"}\n')
     with pytest.raises(UsageError, match="have changed"):
         build_index(embedded, tmp_path / "index")
@@ -191,11 +187,8 @@ ENCODER = "hashed-words:64"
 def embed_words(tmp_path, *options, suffix=".npy", count=600):
     rng = np.random.default_rng(0)
     words = [f"w{number}" for number in range(300)]
-    lines = [" ".join(rng.choice(words, 10)) for _ in range(count)]
-    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
-    output = tmp_path / f"out{''.join(options)}{suffix}"
-    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(output), *options]) == 0
-    return output
+    texts = [" ".join(rng.choice(words, 10)) for _ in range(count)]
+    return embed_rows(tmp_path, texts, *options, encoder=ENCODER, suffix=suffix)
 
 
 def test_int8_keeps_the_direction_and_scales_each_row_to_127():
@@ -266,11 +259,8 @@ MAP_TEXTS += [HOSTILE, "a zebra", "-----", "cat " * 400]  # a text without a wor
 
 
 def embedded_texts(folder, *options, texts=MAP_TEXTS, suffix=".npy"):
-    (folder / "in").mkdir()
-    jsonl(folder / "in/a.jsonl", [{"text": text, "key": f"k{number}"} for number, text in enumerate(texts)])
-    output = folder / f"out{suffix}"
-    assert main(["embed", "hashed-words:16", str(folder / "in"), "--output", str(output), *options]) == 0
-    return output
+    rows = [{"text": text, "key": f"k{number}"} for number, text in enumerate(texts)]
+    return embed_rows(folder, rows, *options, encoder="hashed-words:16", suffix=suffix)
 
 
 def stored(output):

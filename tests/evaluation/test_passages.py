@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
-from textwrap import wrap
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +17,8 @@ from folders import encoder_folder, jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
-from officefiles import docx, paragraph, pdf, shown
-from processes import environment
-from waiting import until
+from officefiles import KINDS, document
+from processes import environment, until
 
 import declutr
 from declutr.cli.main import main
@@ -284,18 +282,8 @@ def test_the_service_of_the_guide_answers_a_request_and_again_after_a_restart(tm
 def test_630_documents_of_six_kinds_are_found_from_python(tmp_path, model):
     (tmp_path / "in").mkdir()
     for number in range(630):
-        kind = ("md", "html", "txt", "csv", "docx", "pdf")[number % 6]
-        title, body = f"Machine {number}", f"The lever n{number} opens the valve. " + "It is of brass. " * 12
-        lines = wrap(body, 60)
-        data = {
-            "md": f"# {title}\n\n{body}",
-            "html": f"<!doctype html><title>t</title><h1>{title}</h1><p>{body}</p>",
-            "txt": f"{title}\n\n{body}",
-            "csv": f'text\n"{title}. {body}"\n',
-            "docx": docx(paragraph(title, "Titel"), paragraph(body)),
-            "pdf": pdf(shown((20, 750, title), *((9, 700 - 12 * row, line) for row, line in enumerate(lines)))),
-        }[kind]
-        (tmp_path / "in" / f"{number:03d}.{kind}").write_bytes(data if isinstance(data, bytes) else data.encode())
+        kind, body = KINDS[number % 6], f"The lever n{number} opens the valve. " + "It is of brass. " * 12
+        (tmp_path / "in" / f"{number:03d}.{kind}").write_bytes(document(kind, f"Machine {number}", body))
     settings = {"passages": True, "headings": True, "format": "auto_text_file", "workers": 0}
     note = declutr.embed(model, tmp_path / "in", tmp_path / "in.parquet", **settings)
     assert (note.skipped, note.texts_cut) == ({}, 0)

@@ -11,10 +11,10 @@ import pytest
 import tinyruns as runs
 import torch
 import yaml
-from folders import encoder_folder
+from folders import embed_rows, encoder_folder
 from messages import all_of, says
-from sentevalsets import write_sets
-from states import state_of
+from sentevaldata import write_sets
+from tinyruns import state_of
 
 from declutr.cli.main import main
 from declutr.common.config import load_config
@@ -73,9 +73,8 @@ def theirs(tmp_path, marker):
 @pytest.fixture
 def their_index(tmp_path, theirs):
     """An index that says: made with that encoder, which is to be trusted."""
-    (tmp_path / "in.txt").write_text("ab cd\nef gh\n")
-    assert main(["embed", "hashed-words:8", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]) == 0
-    assert main(["index", str(tmp_path / "out.npy"), "--output", str(tmp_path / "index")]) == 0
+    output = embed_rows(tmp_path, ["ab cd", "ef gh"])
+    assert main(["index", str(output), "--output", str(tmp_path / "index")]) == 0
     facts = json.loads((tmp_path / "index/index.json").read_text())
     facts["choice"] |= {"model": str(theirs), "trust_remote_code": True}
     (tmp_path / "index/index.json").write_text(json.dumps(facts))
@@ -101,11 +100,11 @@ def their_run(tmp_path, theirs):
 def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
     sets = ["--data", str(tmp_path / "sets"), "--output", str(tmp_path / "scores"), "--tasks", "STS12"]
     sets.append("--allow-unchecked")
-    table = ["--to", "static", "--corpus", str(tmp_path / "in.txt")]  # of too few tokens, which is seen after loading
+    table = ["--to", "static", "--corpus", str(tmp_path / "in")]  # of too few tokens, which is seen after loading
     commands = {
         "search": [["search", str(their_index), "ab"]],
         "embed": [
-            ["embed", str(folder), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]
+            ["embed", str(folder), str(tmp_path / "in"), "--output", str(tmp_path / "o.npy")]
             for folder in (theirs, their_run)
         ],
         "export": [

@@ -1,13 +1,17 @@
 """Commands used wrongly: each ends with one message, a status that is not 0, and nothing created or deleted."""
 
+import json
 import logging
+import socket
 
 import pytest
 import ray
+import tinyruns as runs
 import yaml
 from processes import run_python
 
 from declutr.cli.main import main
+from declutr.common.lock import RunLock
 
 TRAIN = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
 PREPARE = {
@@ -175,28 +179,46 @@ def test_wrong_use_gives_one_message_and_nothing_else(place, capsys, arguments, 
     assert not ray.is_initialized()
 
 
-@pytest.mark.usefixtures("place")
-def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
-    """One process for all commands: the first that loads one of them is the first that is printed."""
-    commands = [
-        ["train", "good.yaml", "optim.lrr=1"],
-        ["train", "good.yaml"],
-        ["train", "twice.yaml"],
-        ["verify-gradients", "good.yaml", "optim.lrr=1"],
-        ["demo", "--config", "good.yaml", "optim.lrr=1"],
-        ["why", "twice.yaml", "--step", "1"],
-        ["adapt", "hashed-words:16", ".", "--output", "out"],
-        ["export", "good.yaml", "--to", "onnx", "--output", "out"],
-        ["embed", "good.yaml", "twice.yaml", "--output", "out.npy"],
-        ["index", "file.txt", "--output", "out"],
-        ["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"],
-        ["adapt", "owner/name", "good.yaml", "--output", "out", "--pairs", "nothing.jsonl"],
+REFUSALS = """import json, sys
+from declutr.cli.main import main
+for arguments in json.load(sys.stdin):
+    status = main(arguments)
+    late = sorted({"torch", "transformers", "ray"} & set(sys.modules))
+    print(f"status {status}, loaded {late}", file=sys.stderr)
+"""
+
+
+def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(place):
+    """One process for all commands: the first that loads one of them is the first that fails."""
+    runs.word_shards(place / "words")
+    runs.write_config(place / "words.yaml", train=runs.train_values("words", "begun"))
+    (place / "held").mkdir()
+    train = ["train", "words.yaml"]
+    cases = [
+        ([*train, "objective={kind: simcse}"], "objective.kind = simcse reads sentences"),
+        ([*train, "batch_documents=1000"], "batch_documents = 1000: the shards hold only 20 training documents"),
+        ([*train, "spans.max_tokens=17"], "spans.max_tokens = 17: the shards were prepared for at most 16"),
+        ([*train, "run=held"], f"another command works here (host {socket.gethostname()}, pid"),
+        (["train", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
+        (["train", "good.yaml"], "data = d"),
+        (["train", "twice.yaml"], "'train' is given twice"),
+        (["verify-gradients", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
+        (["demo", "--config", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
+        (["why", "twice.yaml", "--step", "1"], ""),
+        (["adapt", "hashed-words:16", ".", "--output", "out"], ""),
+        (["export", "good.yaml", "--to", "onnx", "--output", "out"], ""),
+        (["embed", "hashed-words:8", "no.txt", "--output", "out.npy"], "matches no file"),
+        (["embed", "good.yaml", "twice.yaml", "--output", "out.npy"], ""),
+        (["index", "file.txt", "--output", "out"], "has no note file.txt.json"),
+        (["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"], ""),
+        (["adapt", "owner/name", "good.yaml", "--output", "out", "--pairs", "nothing.jsonl"], ""),
     ]
-    code = "import sys; from declutr.cli.main import main\n"
-    code += f"for given in {commands!r}:\n    assert main(given) == 1, given\n"
-    code += "    loaded = [name for name in ('torch', 'ray', 'transformers') if name in sys.modules]\n"
-    code += "    if loaded:\n        print(given, loaded)\n"
-    assert run_python("-c", code, folder=None).stdout == ""
+    with RunLock(place / "held", print):
+        done = run_python("-c", REFUSALS, folder=None, input=json.dumps([arguments for arguments, _ in cases]))
+    parts = done.stderr.split("status 1, loaded []\n")
+    assert len(parts) == len(cases) + 1, done.stderr
+    for (_, message), part in zip(cases, parts, strict=False):
+        assert message in part
 
 
 def test_the_version_is_said(capsys):

@@ -1,4 +1,7 @@
-"""STS aggregation of SentEval and of SimCSE's fork, and DeCLUTR's averages, against what their code gave."""
+"""SentEval's classes on synthetic features, its STS aggregation and that of SimCSE's fork, and DeCLUTR's averages.
+
+All against what their code gave, run unmodified: our batched fits give the same scores, all decimals.
+"""
 
 import math
 
@@ -7,11 +10,17 @@ import pytest
 import torch
 from measures import deviation
 
+from declutr.evaluation.senteval import protocols
+from declutr.evaluation.senteval.classifier import examples
+from declutr.evaluation.senteval.features import table
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
+from declutr.evaluation.senteval.retrieval import recalls
 from declutr.evaluation.senteval.scores import averages
 from declutr.evaluation.senteval.similarity import aggregate, blockwise_uniformity, cosines
 from declutr.trainer.objectives.scores import alignment, uniformity
 
-pytestmark = pytest.mark.golden
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("one_thread")]
 
 
 def test_sts_aggregation_equals_the_recorded_one(figures):
@@ -70,3 +79,71 @@ def flat(scores):
         recalls = [*scores["acc"][0][:3], *scores["acc"][1][:3]]
         return {**dict(zip(names, recalls, strict=True)), "devacc": scores["devacc"]}
     return scores
+
+
+PRESETS = {"default": ClassifierConfig(), "prototyping": ClassifierConfig.prototyping()}
+NAMES = (
+    *("inner_MR_like", "inner_imbalanced", "kfold_TREC_like", "kfold_MRPC_like"),
+    *("split_SST5_like", "split_probing_like"),
+)
+
+
+@pytest.fixture(scope="module")
+def cases(figures):
+    arrays = figures.arrays("senteval_clf")
+    return {
+        case["name"]: (
+            case,
+            {key.split("/")[1]: value for key, value in arrays.items() if key.startswith(case["name"])},
+        )
+        for case in figures.json("senteval_clf")["cases"]
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_accuracies_are_the_recorded_ones(cases, name, preset):
+    case, arrays = cases[name]
+    if preset not in case["expected"]:
+        pytest.skip("not recorded")
+    expected = case["expected"][preset]
+    config = PRESETS[preset].model_copy(update={"num_folds": case.get("kfold", 5)})
+    parts = [
+        examples(table(arrays[f"X_{part}"]), arrays[f"y_{part}"])
+        for part in ("all", "train", "valid", "test")
+        if f"X_{part}" in arrays
+    ]
+    protocol = {"InnerKFold": protocols.inner_kfold, "KFold": protocols.kfold, "Split": protocols.split}[case["kind"]]
+    scores, _, of_folds = protocol(*parts, 1 + max(int(part.labels.max()) for part in parts), config)
+    assert (scores["devacc"], scores["acc"]) == (expected["devacc"], expected["acc"])
+    if "fold_acc" in expected:
+        assert of_folds == expected["fold_acc"]
+    if "f1" in expected:
+        assert scores["f1"] == expected["f1"]
+
+
+def test_relatedness_is_the_recorded_one(cases):
+    case, arrays = cases["relatedness"]
+    parts = [
+        Pairs(table(arrays["X_A"][start:end], arrays["X_B"][start:end]), arrays["y_score"][start:end])
+        for start, end in case["split"]
+    ]
+    (scores, predicted, num_passes), expected = relatedness(*parts), case["expected"]
+    assert num_passes == case["epochs"]
+    names = ("devpearson", "pearson", "spearman")
+    np.testing.assert_allclose([scores[name] for name in names], [expected[name] for name in names], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(predicted, arrays["yhat"], atol=1e-5, rtol=0)
+
+
+def test_scores_become_the_recorded_bins(cases):
+    case, _ = cases["relatedness"]
+    np.testing.assert_allclose(bins(case["encode_labels_in"]), case["encode_labels_out"], atol=1e-7)
+
+
+def test_recalls_are_the_recorded_ones(cases):
+    case, arrays = cases["retrieval"]
+    images, captions = (torch.nn.functional.normalize(torch.from_numpy(arrays[name])) for name in ("X_img", "X_cap"))
+    found = recalls(images[::5], captions)  # recorded with an image for each of its five captions
+    to_text, to_image = case["expected"]["i2t"], case["expected"]["t2i"]  # of both, the median rank is the last
+    assert list(found) == [*to_text[:3], *to_image[:3], to_text[3], to_image[3]]
+    assert sum(found[:6]) / 6 == pytest.approx(case["expected"]["six_recall_mean"])

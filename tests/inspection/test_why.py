@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import torch
-from mediafiles import png, sound, tone
 from messages import all_of, says
 from preparing import prepare_media, prepare_rows
+from textruns import AUDIO, IMAGE, IMAGES, PAIRS, SOUNDS, clips, pictures
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
@@ -36,7 +36,6 @@ from declutr.trainer.run import RunPlan, run_folder
 
 STEPS, WORKERS = 9, 2
 TEXTS = {"max_tokens": 12}
-CLIPS = {"patch_size": [8, 8], "mean": -4.0, "std": 4.0}
 METHODS = {
     "declutr": ("documents", {"kind": "declutr"}),
     "declutr unmasked": ("documents", {"kind": "declutr", "contrast_unmasked_anchors": True}),
@@ -46,12 +45,7 @@ METHODS = {
     "scd": ("sentences", {"kind": "scd", "projector": [8], "dropout_rates": [0.05, 0.2], **TEXTS}),
     "scl": ("pairs", {"kind": "scl", **TEXTS}),
 }
-IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
-AUDIO = {
-    "objective": {"kind": "supcon", "mixup": 0.5, "masks": {"time_mask": 4, "freq_mask": 6}},
-    "batch_documents": 5,
-    "frontend": CLIPS,
-}
+MIXED = AUDIO | {"objective": {"kind": "supcon", "mixup": 0.5, "masks": {"time_mask": 4, "freq_mask": 6}}}
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +61,12 @@ def shards(tmp_path_factory):
     sentences = [{"text": f"{text(3, 20)} {number}"} for number in range(70)]
     premises = [f"{text(3, 20)} {number}" for number in range(40)]
     pairs = [{"premise": one, "hypothesis": text(2, 9), "label": label % 3} for one in premises for label in range(4)]
-    needed = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
-    pictures = {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)}
-    clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
-    heard = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"}
     return {
         "documents": prepare_rows(folder / "documents", "documents", documents, geometry=runs.GEOMETRY)[0],
         "sentences": prepare_rows(folder / "sentences", "sentences", sentences)[0],
-        "pairs": prepare_rows(folder / "pairs", needed, pairs)[0],
-        "images": prepare_media(folder / "images", {"kind": "images", "shortest_edge": 18}, pictures)[0],
-        "sounds": prepare_media(folder / "sounds", heard, clips)[0],
+        "pairs": prepare_rows(folder / "pairs", PAIRS, pairs)[0],
+        "images": prepare_media(folder / "images", IMAGES, pictures())[0],
+        "sounds": prepare_media(folder / "sounds", SOUNDS, clips())[0],
     }
 
 
@@ -114,7 +104,7 @@ def read_by_workers(config):
 def run_of(shards, folder, method, **changes):
     """The folder of a run of a method with two auxiliary tasks, and what its workers read."""
     content, objective = METHODS[method]
-    tasks = {"image": {"data": str(shards["images"]), **IMAGE}, "audio": {"data": str(shards["sounds"]), **AUDIO}}
+    tasks = {"image": {"data": str(shards["images"]), **IMAGE}, "audio": {"data": str(shards["sounds"]), **MIXED}}
     values = runs.train_values(
         shards[content], folder, steps=STEPS, objective=objective, auxiliary_tasks=tasks, task_schedule="alternating"
     )

@@ -117,19 +117,6 @@ def test_shards_without_a_tokenizer_are_refused(run_bad, broken):
     assert str(broken / "tokenizer") in line
 
 
-def test_validation_without_held_out_documents_is_refused(run_bad, broken):
-    manifest = load_manifest(broken)
-    for shard in (shard for shard in manifest.shards if shard.split == "held-out"):
-        (broken / shard.name).unlink()
-    shards = [shard for shard in manifest.shards if shard.split == "train"]
-    totals = manifest.totals | {"kept_held_out": 0}
-    (broken / "manifest.json").write_text(
-        manifest.model_copy(update={"shards": shards, "totals": totals}).model_dump_json()
-    )
-    (line,) = run_bad("validation.every_steps=2", folder=broken)
-    says(line, "0 held-out documents", "at least 2")
-
-
 def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
     before = {path: hash_file(path) for path in copied.rglob("*") if path.is_file()}
     with RunLock(copied, lambda: None), pytest.raises(RunLockedError, match=f"pid {os.getpid()}"):

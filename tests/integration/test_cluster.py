@@ -11,7 +11,7 @@ import pytest
 import tinyruns as runs
 import yaml
 from lab import Lab, missing
-from waiting import until
+from processes import until
 
 from declutr.common.storage import hash_file
 

@@ -82,7 +82,10 @@ def test_transformers_loads_the_weights(data, finished, kind):
 
 def test_the_folder_tells_where_it_comes_from(finished):
     card = (finished / "run" / "export" / "README.md").read_text()
-    _, state = checkpoint.find_latest(finished / "run" / "checkpoints")
+    checkpoints = finished / "run" / "checkpoints"
+    _, state = checkpoint.find_latest(checkpoints)
+    _, best = checkpoint.find_best(checkpoints, "distant_recall_at_1")
+    assert checkpoint.steps_in(checkpoints) == sorted({6, 8, best.step}), "the last two, and the best"
     for fact in (state.data_hash, state.config_hash, "library_name: sentence-transformers", "for 8 steps"):
         assert fact in card
     for name, value in state.scores.items():

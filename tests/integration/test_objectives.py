@@ -12,7 +12,6 @@ from groups import run_group
 from measures import deviation
 from messages import all_of, says
 from preparing import prepare_rows
-from threads import one_thread
 from tinyruns import problems, span_validator
 
 from declutr.common.errors import CheckpointError
@@ -34,7 +33,6 @@ from declutr.trainer.config import TrainConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
 
-__all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 24
 DROPOUT = {"encoder": {"dropout": 0.1}}

@@ -2,10 +2,9 @@
 
 import preparing
 import pytest
-from faultystore import faulty_store
 from messages import all_of, says
 from preparing import checksums
-from s3server import s3_server
+from s3server import faulty_store, s3_server
 
 from declutr.common.errors import ConfigError, RunLockedError, ShardError
 from declutr.common.lock import LOCK, StoreLock

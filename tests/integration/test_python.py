@@ -54,12 +54,6 @@ def test_the_page_names_every_public_function_and_error():
         _ = declutr.prepair
 
 
-def test_import_loads_no_library():
-    heavy = "{'torch', 'ray', 'pydantic', 'numpy', 'transformers', 'yaml'}"
-    code = f"import declutr, sys; assert dir(declutr); print(sorted({heavy} & set(sys.modules)))"
-    assert run_python("-c", code).stdout == "[]\n"
-
-
 def test_settings_of_a_caller_are_not_changed_and_paths_are_taken(tmp_path):
     settings = {"output": tmp_path / "out", "corpus": {"kind": "files", "paths": (tmp_path / "no.jsonl",)}}
     before = repr(settings)

@@ -1,19 +1,14 @@
-"""Which checkpoint a run continues from, and when it does not; a run in the process of the command."""
+"""Which checkpoint a run continues from; a run in the process of the command."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tinyruns as runs
 from broken import flip_a_bit
-from messages import says
-from preparing import checksums
 from tinyruns import problems
 
-from declutr.common.errors import ConfigError
-from declutr.pipeline.shards.shards import load_manifest
-from declutr.trainer.checkpoints.checkpoint import find_best, read_state, steps_in
+from declutr.trainer.checkpoints.checkpoint import read_state, steps_in
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.train import run_training, train
 
@@ -22,40 +17,6 @@ pytestmark = pytest.mark.ray
 
 def newest(run):
     return run / "checkpoints" / f"step-{steps_in(run / 'checkpoints')[-1]:08d}"
-
-
-def test_best_and_last_are_kept(finished):
-    run = finished / "run"
-    score = "distant_recall_at_1"
-    scores = {step: line[score] for step, line in runs.steps_of(run, "validation").items() if step}
-    assert list(scores) == [2, 4, 6, 8]
-    best = max(scores, key=lambda step: (scores[step], -step))
-    assert steps_in(run / "checkpoints") == sorted({6, 8, best})
-    path, state = find_best(run / "checkpoints", score)
-    assert (path.name, state.step) == (f"step-{best:08d}", best)
-    assert state.scores[score] == scores[best]
-    assert state.documents == best * 8
-
-
-def test_another_configuration_in_the_same_folder_is_refused(data, copied):
-    before = checksums(copied)
-    changed = runs.finished_config(data, copied, optim={"lr": 0.002}, seed=1)
-    with pytest.raises(ConfigError) as refused:
-        train(changed)
-    says(refused.value, "optim.lr was 0.001", "now 0.002", "seed was 0", "now 1")
-    assert str(copied) in str(refused.value)
-    assert checksums(copied) == before
-
-
-def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
-    other = shutil.copytree(data, tmp_path / "other")
-    assert problems(runs.finished_config(other, copied)) == []
-    manifest = load_manifest(other)
-    first, *rest = manifest.shards
-    shards = [replace(first, sha256="0" * 64), *rest]
-    (other / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
-    (problem,) = problems(runs.finished_config(other, copied))
-    says(problem, f"data = {other}", "other shards")
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tinyruns as runs
 from lab import Lab, missing
-from waiting import until
+from processes import until
 
 from declutr.common.storage import hash_file
 

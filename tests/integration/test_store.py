@@ -8,9 +8,9 @@ import signal
 import pytest
 import tinyruns as runs
 from messages import says
+from processes import until
 from s3server import s3_server
 from tinyruns import problems
-from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import ConfigError

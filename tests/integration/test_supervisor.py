@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 from messages import says
-from waiting import until
+from processes import until
 
 from declutr.common.errors import TrainingFailedError
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, find_latest, steps_in

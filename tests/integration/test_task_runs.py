@@ -8,10 +8,10 @@ import shutil
 import pytest
 import tinyruns as runs
 import torch
-from mediafiles import png, sound, spread, tone
+from mediafiles import spread
 from messages import all_of
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SCL, SIMCSE, write_texts
+from textruns import AUDIO, IMAGE, IMAGES, PAIRS, SCD, SCL, SIMCSE, SOUNDS, clips, pictures, write_texts
 from tinyruns import problems
 
 from declutr.common.errors import ConfigError
@@ -28,18 +28,12 @@ from declutr.trainer.verify import verify
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
 LONGFORMER = runs.FROM_CONFIG | {"model_type": "longformer", "attention_window": [8, 8]}
-IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
-PATCHES = {"patch_size": [8, 8], "mean": -4.0, "std": 4.0}
-AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": PATCHES}
 BRANCHES = ("image", "audio", "pairs")
 CONTENTS = {
     "sentences": ("sentences.txt", "sentences"),
-    "pairs": ("pairs.jsonl", {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}),
-    "images": ("pictures", {"kind": "images", "shortest_edge": 18}),
-    "sounds": (
-        "clips",
-        {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"},
-    ),
+    "pairs": ("pairs.jsonl", PAIRS),
+    "images": ("pictures", IMAGES),
+    "sounds": ("clips", SOUNDS),
 }
 
 
@@ -48,9 +42,8 @@ def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
     """Folder with the shards of every content."""
     folder = tmp_path_factory.mktemp("tasks")
     write_texts(folder)
-    spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
-    clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
-    spread(folder / "clips", clips)
+    spread(folder / "pictures", pictures())
+    spread(folder / "clips", clips())
     for name, (source, content) in CONTENTS.items():
         values = runs.prepare_values(folder / source, folder / name, content=content, unit_mib=32)
         del values["geometry"]

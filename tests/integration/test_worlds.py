@@ -7,8 +7,8 @@ import pytest
 import ray
 import tinyruns as runs
 import torch
+from processes import until
 from ray.data import DataContext
-from waiting import until
 
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import build_parts

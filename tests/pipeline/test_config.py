@@ -54,21 +54,6 @@ def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
     assert meaning.endswith(" ".join(str(PipelineConfig.model_fields["output"].description).split()))
 
 
-@pytest.mark.parametrize(
-    ("modules", "heavy"),
-    [
-        (
-            "declutr.pipeline.prepare, declutr.pipeline.job.worker",
-            {"torch", "PIL", "soundfile", "transformers.audio_utils", "scipy.signal"},
-        ),
-        ("declutr.trainer.train, declutr.trainer.driver.supervisor", {"transformers"}),
-    ],
-    ids=["texts without torch and decoders", "continuing without transformers"],
-)
-def test_command_imports_no_library_that_it_does_not_need(modules, heavy):
-    run_python("-c", f"import sys, {modules}; sys.exit(bool({heavy!r} & set(sys.modules)))")
-
-
 def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
     config = make_config(corpus)
     assert config_hash(make_config(corpus, output="elsewhere", session={"num_cpus": 2})) == config_hash(config)

@@ -12,10 +12,10 @@ import torch
 import yaml
 from folders import encoder_folder
 from papers import arguments, changed, refusal, write_item
+from processes import until
 from safetensors.torch import load_file, save_file
-from sentevalsets import write_sets
+from sentevaldata import write_sets
 from tinyruns import GEOMETRY, descendants, prepare_values, wait_gone, write_corpus
-from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.lock import RunLock

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel
 
+from declutr.cli.main import main
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 TEXTS = [
@@ -71,6 +72,15 @@ def jsonl(path, rows):
     """Writes rows as JSON Lines; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def embed_rows(folder, rows, *options, encoder="hashed-words:64", suffix=".npy"):
+    """Writes texts, or rows of JSON Lines, to `in/a.jsonl` and embeds the folder; returns the file of embeddings."""
+    (folder / "in").mkdir()
+    jsonl(folder / "in/a.jsonl", [{"text": row} if isinstance(row, str) else row for row in rows])
+    output = folder / f"out{suffix}"
+    assert main(["embed", encoder, str(folder / "in"), "--output", str(output), *options]) == 0
+    return output
 
 
 def write(path, value):

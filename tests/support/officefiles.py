@@ -1,7 +1,8 @@
-"""Small docx and PDF files, written part by part."""
+"""Small docx and PDF files, written part by part; a document of each kind."""
 
 import io
 import zipfile
+from textwrap import wrap
 
 _OFFICE = "http://schemas.openxmlformats.org"
 _W = f'xmlns:w="{_OFFICE}/wordprocessingml/2006/main"'
@@ -48,3 +49,16 @@ def pdf(*pages, filters=b"", trailer=b"", form=b""):
         data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
     end = b"trailer<</Size %d/Root 1 0 R%s>>\nstartxref\n%d\n%%%%EOF" % (len(bodies) + 1, trailer, len(data))
     return b"%sxref\n0 %d\n%s%s" % (data, len(bodies) + 1, table, end)
+
+
+KINDS = ("md", "html", "docx", "pdf", "txt", "csv")
+
+
+def document(kind, title, body):
+    """A document of one of the kinds; the last two have no title."""
+    if kind == "docx":
+        return docx(paragraph(title, "Heading1"), paragraph(body))
+    if kind == "pdf":
+        return pdf(shown((20, 750, title), *((10, 700 - 12 * row, line) for row, line in enumerate(wrap(body, 90)))))
+    page = f"<!doctype html><nav>Home</nav><h1>{title}</h1><p>{body}"
+    return {"md": f"# {title}\n\n{body}", "html": page, "txt": body, "csv": f'text\n"{body}"\n'}[kind].encode()

@@ -4,7 +4,7 @@ import random
 
 import yaml
 from prepared import Row, write_prepared
-from sentevalsets import write_sets
+from sentevaldata import write_sets
 from tinyruns import train_values
 
 from declutr.cli.main import main

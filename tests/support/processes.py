@@ -1,8 +1,9 @@
-"""Processes of Python that see this project's packages and the helpers of its tests."""
+"""Processes of Python that see this project's packages and the helpers of its tests; waiting with a deadline."""
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,3 +23,12 @@ def run_python(*words, folder=ROOT, check=True, env=None, **options):
     done = subprocess.run(command, **{"cwd": folder, "env": env, "capture_output": True, "text": True} | options)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def until(condition, what="the condition", seconds=60):
+    """Waits until the condition holds; returns its value."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.01)
+    return found

@@ -1,4 +1,4 @@
-"""An S3 server on this machine, and the credentials for it in the environment."""
+"""An S3 server on this machine, with its credentials in the environment; one that fails on demand."""
 
 import os
 from contextlib import contextmanager
@@ -32,3 +32,66 @@ def s3_server(wrap=None):
         finally:
             with urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")):
                 server.stop()
+
+
+_ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{0}</Code><Message>{0}</Message></Error>'
+
+
+class Faults:
+    """Throttles, refuses, cuts answers short: the fault of the moment, in front of the server's application.
+
+    Attributes:
+        status: HTTP status of a refused request, with `code` as the store's own error code.
+        left: how many requests still fail; None: all of them.
+        after: how many requests of these methods still succeed before.
+        methods: the HTTP methods that fail.
+        cut: cut the body of an answer in half instead of an error.
+    """
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self):
+        self.status, self.code, self.left, self.methods, self.cut, self.after = 0, "", 0, (), False, 0
+
+    def refuse(self, status, code, left=None, methods=("GET", "PUT", "POST", "DELETE", "HEAD"), after=0):
+        self.clear()
+        self.status, self.code, self.left, self.methods, self.after = status, code, left, methods, after
+
+    def truncate(self, left=None):
+        self.left, self.methods, self.cut = left, ("GET",), True
+
+    def strikes(self, method):
+        if method not in self.methods or self.left == 0:
+            return False
+        if self.after > 0:
+            self.after -= 1
+            return False
+        if self.left is not None:
+            self.left -= 1
+        return True
+
+    def wrap(self, application):
+        def answer(environ, start_response):
+            method = environ["REQUEST_METHOD"]
+            if not self.strikes(method):
+                return application(environ, start_response)
+            if self.cut:
+                content = b"".join(application(environ, start_response))
+                return [content[: len(content) // 2] if len(content) > 1000 else content]
+            chunked = environ.get("HTTP_TRANSFER_ENCODING") == "chunked"
+            environ["wsgi.input"].read(-1 if chunked else int(environ.get("CONTENT_LENGTH") or 0))
+            error = _ERROR.format(self.code).encode()
+            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(error)))]
+            start_response(f"{self.status} {self.code}", headers)
+            return [] if method == "HEAD" else [error]
+
+        return answer
+
+
+@contextmanager
+def faulty_store():
+    """Yields a function from a name in a bucket to its address, and the faults."""
+    faults = Faults()
+    with s3_server(faults.wrap) as address:
+        yield address, faults

@@ -14,17 +14,8 @@ from declutr.pipeline.shards.writer import ShardWriter, shard_schema
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 # facts of a tokenizer that shards need, without any text
-TOKENIZER = TokenizerInfo(
-    kind="train",
-    fingerprint="made up",
-    vocab_size=1000,
-    bos_token_id=0,
-    eos_token_id=2,
-    pad_token_id=1,
-    mask_token_id=4,
-    unk_token_id=3,
-    special_ids=[0, 1, 2, 3, 4],
-)
+_IDS = {f"{name}_token_id": token for token, name in enumerate(("bos", "pad", "eos", "unk", "mask"))}
+TOKENIZER = TokenizerInfo(kind="train", fingerprint="made up", vocab_size=1000, special_ids=[0, 1, 2, 3, 4], **_IDS)
 GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 LENGTHS = [8 + number % 13 for number in range(57)]
 
@@ -47,18 +38,8 @@ def write(folder, vocab_size=1000, units=3):
                 assert row == number % 19
                 ledger.add(Entry(identity, "s", number, 0, len(tokens), None, "train", row, None))
         counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
-        sidecars.append(
-            Sidecar(
-                unit=f"{unit:05d}",
-                unit_hash="",
-                config_hash="",
-                num_bytes=1,
-                counts=counts,
-                failures=[],
-                shards=writer.result(),
-                ledger=ledger.result(),
-            )
-        )
+        facts = {"unit": name, "unit_hash": "", "config_hash": "", "num_bytes": 1, "counts": counts, "failures": []}
+        sidecars.append(Sidecar(**facts, shards=writer.result(), ledger=ledger.result()))
     manifest = build_manifest(sidecars, TOKENIZER.model_copy(update={"vocab_size": vocab_size}), GEOMETRY, {}, "")
     (folder / "manifest.json").write_text(manifest.model_dump_json())
     return folder

@@ -1,7 +1,9 @@
-"""Texts for runs of SimCSE, SCD and SCL."""
+"""Texts for runs of SimCSE, SCD and SCL; images and sounds for auxiliary tasks beside them."""
 
 import json
 import random
+
+from mediafiles import png, sound, tone
 
 LABELS = ("entailment", "neutral", "contradiction")
 SCD = {
@@ -13,6 +15,22 @@ SCD = {
 }
 SCL = {"kind": "scl", "contrastive_weight": 0.3, "max_tokens": 16, "negatives": 5}
 SIMCSE = {"kind": "simcse", "max_tokens": 16}
+PAIRS = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
+IMAGES = {"kind": "images", "shortest_edge": 18}
+SOUNDS = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"}
+IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
+PATCHES = {"patch_size": [8, 8], "mean": -4.0, "std": 4.0}
+AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": PATCHES}
+
+
+def pictures():
+    """40 files of images of three labels."""
+    return {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)}
+
+
+def clips():
+    """36 files of sounds of four labels."""
+    return {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
 
 
 def write_texts(folder):

@@ -17,11 +17,11 @@ import psutil
 import yaml
 from prepared import Row, write_prepared
 from processes import ROOT as ROOT
-from processes import environment
-from waiting import until
+from processes import environment, until
 
 from declutr.common.errors import ConfigError
 from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.checks import load_problems, resolve
 from declutr.trainer.run import RunPlan
@@ -120,6 +120,11 @@ def finished_config(data, run, **changes):
     for key, value in changes.items():
         values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
     return TrainConfig.model_validate(values)
+
+
+def state_of(step, **scores):
+    """What a checkpoint says of its run, where a test decides nothing but its step and scores."""
+    return RunState(step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores=scores, files={})
 
 
 def commands_of(page):
@@ -244,8 +249,9 @@ def wait_gone(pids, timeout=60):
     return left
 
 
-def word_shards(folder):
-    """Shards of 20 documents of 90 words, of which there are 50; returns the folder."""
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
-    write_prepared(folder, [[Row(text) for text in texts]], geometry=GEOMETRY)
+def word_shards(folder, rows=20, held_out=()):
+    """Shards of documents of 90 words, of which there are 50; `held_out` has numbers of rows. Returns the folder."""
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(rows)]
+    unit = [Row(text, "held-out" if row in held_out else "train") for row, text in enumerate(texts)]
+    write_prepared(folder, [unit], geometry=GEOMETRY)
     return folder

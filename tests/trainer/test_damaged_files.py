@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import tinyruns as runs
-from broken import contents, empty, flip_a_bit, remove, truncate
-from damagedjson import DAMAGED
+from broken import DAMAGED, contents, empty, flip_a_bit, remove, truncate
 from madeup import STEPS, config_of, finish, save
 from messages import all_of
 
@@ -109,8 +108,10 @@ def test_no_difference_of_the_settings_goes_unseen(made, run, section, value, to
     config = made.model_copy(update={"optim": made.optim.model_copy(update=optim)})
     before = config.model_copy(update={"run": str(run)}).resume_settings()
     (run / "resume_settings.json").write_text(json.dumps(before | {"optim": before["optim"] | section}))
+    whole = contents(run)
     with pytest.raises(ConfigError, match=all_of(told, "name another folder", "encoder.pretrained=")):
         train(config, run)
+    assert contents(run) == whole
 
 
 def test_checkpoints_of_another_configuration_than_the_folder_names_are_refused(made, run):
@@ -123,18 +124,9 @@ def test_checkpoints_of_another_configuration_than_the_folder_names_are_refused(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"step": 0},
-        {"step": -6},
-        {"step": STEPS + 1},
-        {"step": 10**12},
-        {"step": 6.5},
-        {"step": "6"},
-        {"step": True},
-        {"documents": -1},
-        {"world_size": 0},
-        {"skipped": -1},
-        {"files": {}},
-        {"sizes": {}},
+        *({"step": step} for step in (0, -6, STEPS + 1, 10**12, 6.5, "6", True)),
+        *({name: number} for name, number in (("documents", -1), ("world_size", 0), ("skipped", -1))),
+        *({name: {}} for name in ("files", "sizes")),
         {"sizes": {"encoder.safetensors": 0}},
         {"files": {"encoder.safetensors": "xxh3:0"}},
     ],

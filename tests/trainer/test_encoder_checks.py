@@ -14,8 +14,7 @@ from messages import says
 from preparing import prepare_media
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from states import state_of
-from tinyruns import problems
+from tinyruns import problems, state_of
 from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
 

@@ -1,4 +1,4 @@
-"""Settings: span lengths of the shards, how often a run validates, and what the papers' configs say."""
+"""Settings: span lengths of the shards, how often a run validates, what the papers' configs say; `train --plan`."""
 
 import json
 from functools import partial, reduce
@@ -10,9 +10,10 @@ import tinyruns as runs
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from madeup import shards
+from madeup import config_of, shards
 from messages import all_of, says
 from prepared import Row, write_prepared
+from shardfolders import LENGTHS
 from tinyruns import problems
 
 from declutr.common.config import config_yaml, load_config
@@ -20,7 +21,9 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer import run as module
 from declutr.trainer.config import TrainConfig
+from declutr.trainer.driver import estimate
 from declutr.trainer.driver.checks import validation_remarks
+from declutr.trainer.driver.estimate import try_steps
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan
 from declutr.trainer.train import main
@@ -233,3 +236,35 @@ def test_configs_of_the_papers_have_their_settings(name):
         assert prepare.tokenizer.name == config.encoder.pretrained
         kind = "triples" if name == "visualcse-sup" else "sentences"
         assert not name.startswith("visualcse") or prepare.content.kind == kind
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    monkeypatch.setattr(estimate, "_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_plan_from_real_steps(data, tmp_path, capsys):
+    values = config_of(data, tmp_path / "run", batch_documents=16).model_dump(mode="json")
+    path = runs.write_config(tmp_path / "train.yaml", train=values)
+    assert main([str(path), "--plan"]) == 0
+    shown = capsys.readouterr().out
+    says(shown, "6 of 16 documents", "1.68", "57")
+    says(shown, "spans of", f"the {sum(LENGTHS) / len(LENGTHS):.0f} tokens of a document")
+    assert "validations  none" in shown
+    assert {one.name for one in tmp_path.iterdir()} == {"data", "train.yaml"}
+    trial = try_steps(runs.resolved(config_of(data, tmp_path / "run", batch_documents=16)))
+    # spans of 2 to 4 tokens, and two specials
+    assert trial.step_tokens == pytest.approx(16 * 2 * (3 + 2), rel=0.3)
+    assert 0 < trial.step_seconds < 60
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_plan_counts_validations_on_judged_pairs_alone(data, tmp_path, capsys):
+    pairs = [f"main\tcaptions\t2012\t{number}\t{number % 6}\tone {number}\tother\n" for number in range(20)]
+    (tmp_path / "sts-dev.csv").write_text("".join(pairs))
+    config = config_of(data, tmp_path / "run", batch_documents=16, validation={"stsb": str(tmp_path), "every_steps": 2})
+    path = runs.write_config(tmp_path / "train.yaml", train=config.model_dump(mode="json"))
+    assert main([str(path), "--plan"]) == 0
+    assert "validations  3 on judged pairs" in capsys.readouterr().out
+    assert try_steps(runs.resolved(config)).validation_seconds > 0

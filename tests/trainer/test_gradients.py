@@ -14,8 +14,8 @@ import torch
 from cases import AUXILIARY, CASES, batch_of, collator_of, of_tasks, rows_of, task_of, train_steps_of
 from groups import run_group
 from measures import deviation
-from states import state_of
 from tiny import SHORT_LENGTHS, tiny_encoder
+from tinyruns import state_of
 
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load, step_parameters

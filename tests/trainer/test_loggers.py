@@ -15,9 +15,9 @@ from importlib.util import find_spec
 import psutil
 import pytest
 from messages import says
+from processes import until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from volumes import small_volume
-from waiting import until
 
 from declutr.common import errors
 from declutr.trainer.driver.checks import place_problems

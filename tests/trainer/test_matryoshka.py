@@ -8,7 +8,6 @@ import tinyruns as runs
 import torch
 import torch.nn.functional as F
 from messages import says
-from prepared import Row, write_prepared
 from pydantic import ValidationError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
@@ -197,11 +196,7 @@ def test_matryoshka_that_does_not_fit_the_embedding_names_the_remedy(sizes, fact
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "out"
-    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(40)]
-    rows = [Row(text, "held-out" if row % 2 else "train") for row, text in enumerate(texts)]
-    write_prepared(folder, [rows], geometry=runs.GEOMETRY)
-    return folder
+    return runs.word_shards(tmp_path_factory.mktemp("data") / "out", rows=40, held_out=range(1, 40, 2))
 
 
 def config_of(data, run, **changes):

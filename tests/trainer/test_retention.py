@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import all_of, says
 from safetensors.torch import load_file, save
-from states import state_of
+from tinyruns import state_of
 
 from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.trainer.checkpoints import checkpoint, saver

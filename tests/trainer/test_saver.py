@@ -7,9 +7,9 @@ import pytest
 import torch
 from diskcalls import killed_before_each
 from messages import all_of, says
-from states import state_of
+from processes import until
+from tinyruns import state_of
 from volumes import small_volume
-from waiting import until
 
 from declutr.common.errors import SaveError
 from declutr.trainer.checkpoints import checkpoint, saver

@@ -10,8 +10,8 @@ from groups import run_group
 from measures import deviation
 from messages import says
 from safetensors.torch import load_file
-from states import state_of
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tinyruns import state_of
 from torch.distributed.tensor import DTensor
 
 from declutr.trainer.checkpoints import checkpoint

@@ -125,20 +125,6 @@ def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     check(config, lengths, place(config, Draws(*drawn), lengths, *windows_of(lengths, config)))
 
 
-@given(span_configs(), st.lists(st.integers(0, 100), min_size=2, max_size=6), st.integers(0, 2**32))
-def test_a_document_has_its_spans_in_any_batch(config, extra, seed):
-    lengths = config.min_document_tokens + np.array(extra)
-    keys = np.arange(10, 10 + len(lengths), dtype=np.uint64)
-    epochs = np.arange(len(lengths))
-    together = place(config, draw(config, seed, epochs, keys), lengths, *windows_of(lengths, config))
-    for row in range(len(lengths)):
-        one = slice(row, row + 1)
-        draws = draw(config, seed, epochs[one], keys[one])
-        alone = place(config, draws, lengths[one], *windows_of(lengths[one], config))
-        assert (alone.anchors[0] == together.anchors[row]).all()
-        assert (alone.positives[0] == together.positives[row]).all()
-
-
 def test_draws_change_with_each_of_seed_epoch_document():
     config = SpanConfig(num_anchors=1, num_positives=1)
     rows = [

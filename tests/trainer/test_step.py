@@ -13,7 +13,6 @@ from cases import CASES, LENGTHS, PROJECTION, SENTENCES, collator_of, train_step
 from groups import run_group
 from measures import deviation
 from messages import all_of, says
-from states import state_of
 from tiny import (
     HALF,
     OBJECTIVES,
@@ -26,6 +25,7 @@ from tiny import (
     tiny_train_step,
     with_task,
 )
+from tinyruns import state_of
 from torch import nn
 from transformers import get_scheduler
 
@@ -35,7 +35,6 @@ from declutr.trainer import verify
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.config import TrainConfig
-from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.reducers import BucketedReducer
@@ -155,26 +154,6 @@ def test_autocast_changes_the_forward_alone(tokens):
     assert 1e-5 < apart(low, exact) < 0.2
     flat, flat_low = (torch.cat([g.flatten() for g in found[3]]) for found in (exact, low))
     assert torch.cosine_similarity(flat, flat_low, dim=0) > 0.99
-
-
-def failed(comm):
-    """One rank's loss is not finite: every rank must stop, none may wait for the others."""
-    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
-    train_step, batch = setup({"terms": "mlm", "masking": HALF}, comm=comm, start=start, end=end)
-    if comm.rank == 1:
-        with torch.no_grad():
-            train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    before = [p.detach().clone() for p in train_step.encoder.parameters()]
-    with pytest.raises(NonFiniteLossError) as stopped:
-        train_step.step({"": batch}, 1)
-    return str(stopped.value), same_parameters(train_step.encoder, before)
-
-
-@pytest.mark.dist
-def test_two_ranks_fail_together():
-    for message, same in run_group(2, failed):
-        says(message, "step 1", "loss nan")
-        assert same
 
 
 def test_fused_update_without_bias_correction_equals_the_plain_one():

@@ -9,9 +9,9 @@ import tinyruns as runs
 import torch
 from messages import all_of, says
 from prepared import Row, write_prepared
+from processes import until
 from safetensors.torch import load_file
-from states import state_of
-from waiting import until
+from tinyruns import state_of
 
 from declutr.common.errors import RemoteError, ShardError
 from declutr.common.stores.folder import Folder

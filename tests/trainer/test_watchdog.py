@@ -21,21 +21,9 @@ from declutr.trainer.worker.heartbeat import Heartbeat, Watchdog
 
 
 def heartbeat(rank, step=7, phase="forward", group="g", **more):
-    return {
-        "rank": rank,
-        "size": 3,
-        "group": group,
-        "node": "n",
-        "host": f"host-{rank}",
-        "pid": 100 + rank,
-        "step": step,
-        "steps": 7,
-        "phase": phase,
-        "written": 0.0,
-        "line": None,
-        "logged": [],
-        "num_logged": 0,
-    } | more
+    worker = {"rank": rank, "size": 3, "group": group, "node": "n", "host": f"host-{rank}", "pid": 100 + rank}
+    state = {"step": step, "steps": 7, "phase": phase, "written": 0.0, "line": None, "logged": [], "num_logged": 0}
+    return worker | state | more
 
 
 def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):

@@ -1,10 +1,7 @@
 import pytest
 from sentevaldata import write_binary, write_rest, write_retrieval, write_sts
-from threads import one_thread
 
 from declutr.evaluation.senteval.tasks import TASKS
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="module")

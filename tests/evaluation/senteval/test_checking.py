@@ -7,8 +7,7 @@ import pytest
 from fileserver import file_server
 from messages import all_of, says
 from scipy.stats import spearmanr
-from sentevaldata import COMPLETE, write, write_binary, write_rest
-from translations import FOLDER, write_translations
+from sentevaldata import COMPLETE, TRANSLATED, write, write_binary, write_rest, write_translations
 
 from declutr.cli.main import main
 from declutr.common.errors import DataError
@@ -103,7 +102,7 @@ def test_the_real_sets_are_recognised():
     assert "published about 100,000" in inspection.reason
 
 
-GERMAN = f"{FOLDER}/stsb-de-test.csv"
+GERMAN = f"{TRANSLATED}/stsb-de-test.csv"
 
 
 @pytest.fixture(scope="module")
@@ -219,4 +218,4 @@ def test_download_fetches_the_chosen_tasks_alone(tmp_path):
         for names, number in ((STSB_MULTI, 20), ([task.name for task in TASKS], 82)):
             fetched = download(tmp_path / "nothing", names, nothing.address)
             assert len(fetched) == number
-            assert {file.path.startswith(FOLDER) for file in fetched} == {names is STSB_MULTI}
+            assert {file.path.startswith(TRANSLATED) for file in fetched} == {names is STSB_MULTI}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from messages import all_of, says
-from sentevalsets import write_sets
+from sentevaldata import write_sets
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.errors import EncoderError

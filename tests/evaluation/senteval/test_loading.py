@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
-from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval
+from sentevaldata import PROBING, write, write_binary, write_rest, write_retrieval
 
 from declutr.common.errors import DataError, MissingDataError, UsageError
 from declutr.evaluation.senteval.data import inspect, load
@@ -159,36 +159,6 @@ def test_unreadable_line_is_named(folder, tmp_path, name, file, text, said):
     write(tmp_path, file, text)
     with pytest.raises(DataError, match=all_of(said)):
         load(find(name), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
-def test_real_sets_are_read_whole():
-    """Numbers of rows are those that SentEval's own loaders gave."""
-    sizes = {
-        **{"MR": (10662,), "SST2": (67349, 872, 1821), "TREC": (5452, 500), "SICKEntailment": (4500, 500, 4927)},
-        **{"STSBenchmark": (5749, 1500, 1379), "STS12": (750, 750, 459, 750, 399), "Length": (4228, 747, 4895)},
-        "Tense": (8423, 1487, 9927),
-    }
-    for name, expected in sizes.items():
-        assert tuple(len(split) for split in load(find(name), COMPLETE).splits.values()) == expected, name
-
-
-@pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")
-def test_first_lines_of_every_other_set_are_read(tmp_path):
-    sizes = {
-        **{"CR": (400,), "MPQA": (400,), "SUBJ": (400,), "SST5": (200,) * 3, "MRPC": (199, 199), "STS13": (80,) * 3},
-        **{"STS14": (80,) * 6, "STS15": (13, 44, 46, 37, 41), "STS16": (10, 11, 23, 9, 11)},
-        **dict.fromkeys(("Depth", "TopConstituents", "SubjNumber", "ObjNumber", "OddManOut"), (200, 60, 60)),
-        "CoordinationInversion": (200, 60, 60),
-    }
-    for name, expected in sizes.items():
-        assert tuple(len(split) for split in load(find(name), SLICES).splits.values()) == expected, name
-    for column in ("s1", "s2", "labels"):  # train has no slice: dev's stands in for it
-        for split in ("train", "dev", "test"):
-            source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
-            write(tmp_path, f"downstream/SNLI/{column}.{split}", source.read_text(encoding="latin-1"), "latin-1")
-    assert [len(split) for split in load(find("SNLI"), tmp_path).splits.values()] == [200, 200, 200]
 
 
 @pytest.mark.parametrize("folder", ["", "data/downstream", "data/downstream/MR", "gone"])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from messages import all_of, says
-from sentevaldata import write_rest, write_retrieval, write_sts
-from sentevalsets import write_sets
+from sentevaldata import write_rest, write_retrieval, write_sets, write_sts
 
 from declutr.common.errors import UsageError
 from declutr.encoders.words import HashedWords

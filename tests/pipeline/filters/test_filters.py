@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentevaldata import COMPLETE
 
 from declutr.pipeline.filters import evaluation_sets
 from declutr.pipeline.filters.document_filter import (
@@ -347,15 +346,3 @@ def test_without_a_keep_list_languages_are_only_recorded_and_an_unknown_code_is_
     (problem,) = problems(FiltersConfig(language=LanguageRule(keep=["en", "english"])))
     assert "filters.language.keep: 'english'" in problem
     assert " de " in problem
-
-
-@pytest.mark.skipif(not COMPLETE.exists(), reason="SentEval's files are not beside the repository")
-def test_sentences_of_senteval_are_found_in_their_set(tmp_path):
-    config = Contamination(paths=[str(COMPLETE / "downstream" / "MR")])
-    build_index(config, tmp_path / "index")
-    index = ContaminationIndex(tmp_path / "index")
-    assert index.find(FILLER) is None
-    lines = (COMPLETE / "downstream" / "MR" / "rt-polarity.neg").read_bytes().decode("latin-1").splitlines()
-    long = [line for line in lines if len(folded_words(line)) >= 8]
-    assert len(long) > 4000
-    assert all(index.find(f"{FILLER[:200]} {line}\n {FILLER[:200]}") for line in long[::50])

@@ -27,7 +27,7 @@ from mediafiles import (
     wide_tile,
 )
 from PIL import Image, ImageOps
-from waiting import until
+from processes import until
 
 from declutr.pipeline.media import decoding
 from declutr.pipeline.media.clips import decode_clip, frame_samples, log_mel

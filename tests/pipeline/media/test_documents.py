@@ -9,7 +9,7 @@ import pytest
 from corpora import files, outcomes, read_all, sentence, tar
 from mediafiles import spread
 from messages import says
-from officefiles import docx, paragraph, pdf, shown
+from officefiles import KINDS, document, docx, paragraph, pdf, shown
 from preparing import prepare_here
 
 from declutr.adaptation.config import AdaptConfig
@@ -167,23 +167,14 @@ def test_answers_do_not_depend_on_the_files_before():
 def test_prepare_and_adapt_read_every_file_of_a_folder_of_six_kinds(tmp_path, make_config, prepare_units):
     headings, out = [], tmp_path / "adapted"
     for number in range(60):
-        heading, body = f"Rule {number} of the house", sentence(number, 300)
-        lines = [(10, 700 - 12 * n, body[90 * n : 90 * n + 90]) for n in range(len(body) // 90 + 1)]
-        suffix, data = [
-            ("md", f"# {heading}\n\n{body}".encode()),
-            ("html", f"<nav>Home</nav><h1>{heading}</h1><p>{body}".encode()),
-            ("docx", docx(paragraph(heading, "Heading1"), paragraph(body))),
-            ("pdf", pdf(shown((20, 750, heading), *lines))),
-            ("txt", body.encode()),
-            ("csv", f"text\n{body}\n".encode()),
-        ][number % 6]
-        spread(tmp_path / "in", {f"{number % 7}/{number}.{suffix}": data})
+        heading, kind = f"Rule {number} of the house", KINDS[number % 6]
+        spread(tmp_path / "in", {f"{number % 7}/{number}.{kind}": document(kind, heading, sentence(number, 300))})
         headings += [heading] * (number % 6 < 4)
     spread(tmp_path / "in", {"scan.pdf": pdf(b""), "app.html": b"<script>a</script>"})
     manifest, ledger, folder = prepare_units(make_config(tmp_path / "in"))
     assert (manifest.totals["kept"], manifest.failed, manifest.skipped) == (60, {"no_text": 2}, {})
     kept = Counter(entry.source.rpartition(".")[2] for entry in ledger if entry.row is not None)
-    assert kept == dict.fromkeys(("md", "html", "txt", "csv", "docx", "pdf"), 10)
+    assert kept == dict.fromkeys(KINDS, 10)
     load_tokenizer(str(folder / "tokenizer")).save_pretrained(out / "tokenizer")
     config = AdaptConfig(encoder=str(out / "tokenizer"), corpus=[str(tmp_path / "in")]).prepare_config(out)
     manifest, _ = prepare_here(config, out, manifest.tokenizer)

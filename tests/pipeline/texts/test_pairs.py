@@ -9,16 +9,12 @@ import pytest
 from corpora import tar, write_records
 from messages import all_of, says
 from preparing import make_pair, rows_of, write_jsonl
-from sentevaldata import SHARED
 
 from declutr.pipeline import texts as text_rows
 from declutr.pipeline.job.outcome import nothing_kept
 from declutr.pipeline.job.units import plan_units
-from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.shards.manifest import sum_counts
-from declutr.pipeline.texts import Rejected, TextRow, row_id
-
-NLI = SHARED / "nli"
+from declutr.pipeline.texts import Rejected, row_id
 
 
 def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, decode):
@@ -229,30 +225,6 @@ def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts):
     (unit,), _ = plan_units(config.corpus, 1, None, config.content)
     sidecar = write_unit(unit, tmp_path / "o", config, describe_tokenizer(made, "pretrained"))
     assert (sidecar.counts.kept, sidecar.counts.dropped) == (1, {"empty": 1})
-
-
-@pytest.mark.skipif(not NLI.is_dir(), reason="needs the NLI files next to the project")
-@pytest.mark.parametrize("needs", [[], ["entailment", "contradiction"]])
-@pytest.mark.parametrize("name", ["snli_train18k", "snli_dev", "cad_nli_train"])
-def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_texts):
-    path = NLI / f"{name}.jsonl"
-    premises: dict[str, dict] = {}
-    repeated = 0
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        mine = premises.setdefault(" ".join(row["premise"].split()), {})
-        key = (" ".join(row["hypothesis"].split()), row["label"])
-        repeated += key in mine
-        mine[key] = None
-    kept = [p for p, h in premises.items() if set(needs) <= {label for _, label in h}]
-    found = rows_of(make_texts({"kind": "pairs", "required_labels": needs}, path))
-    rows = [record for record in found if isinstance(record, TextRow)]
-    left = Counter(record.reason.partition("_")[0] for record in found if isinstance(record, Rejected))
-    assert not any(isinstance(record, ReadFailure) for record in found)
-    assert [" ".join(row.texts[0].split()) for row in rows] == kept
-    assert left == Counter({"repeated": repeated, "lacks": len(premises) - len(kept)})
-    labels = Counter(("entailment", "neutral", "contradiction")[label] for row in rows for label in row.labels[1:])
-    assert labels == Counter(label for premise in kept for _, label in premises[premise])
 
 
 def test_pairs_without_labels_are_queries_with_their_texts(tmp_path, make_texts):
