@@ -328,10 +328,15 @@ class TrainConfig(Strict):
         patience = {"patience"}  # decides where a run ends, but not its steps
         settings = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": patience})
         for name, task in self.tasks().items():
-            values: dict[str, object] = settings["auxiliary_tasks"][name] if name else settings
+            values: dict[str, Any] = settings["auxiliary_tasks"][name] if name else settings
             values.pop("data", None)  # where it is decides nothing, and the shards have hashes
             if len(task.places) > 1:
                 values["data.weight"] = list(shares_of(task.data))
+            _leave_out(values["spans"], () if task.spans.query_share else ("query_share", "query_tokens"))
+            _leave_out(values["objective"], ("hard_negatives",) if values["objective"].get("hard_negatives") else ())
+        _leave_out(
+            settings["encoder"], [name for name in ("prompt", "query_prompt") if settings["encoder"][name] is None]
+        )
         validation: dict[str, object] = settings["validation"]
         validation["score"] = validation["score"] or "followed"  # part of the hash of every run without a score
         validation.update(self._contents)  # a folder that moves is the same data
@@ -340,3 +345,9 @@ class TrainConfig(Strict):
     def hash(self) -> str:
         """Hash of the resume settings."""
         return hash_json(self.resume_settings())
+
+
+def _leave_out(settings: dict[str, Any], names: Sequence[str]) -> None:
+    """Leaves out settings that runs of earlier versions lack and that change nothing here: those runs go on."""
+    for name in names:
+        settings.pop(name)
