@@ -117,7 +117,7 @@ def test_search_for_fewer_than_one_text_is_refused(capsys, top):
 def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, capsys):
     output = str(tmp_path / "index")
     for option in (["--weight", "1"], ["--lexical", "bm25"]):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit, match=r"^2$"):
             main(["index", str(embedded), "--output", output, *option])
         says(capsys.readouterr().err, option[0], "--hybrid")
     build_index(embedded, tmp_path / "index")
@@ -135,7 +135,7 @@ def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith("RFC2119 dog")
     assert main(["search", folder, "neither"]) == 1
     says(capsys.readouterr().err, "encoder knows no word", "no text")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["search", folder, "\t "])
     says(capsys.readouterr().err, "empty")
     assert main(["search", folder, " ".join(f"w{number}" for number in range(10_000)) + " cat"]) == 0

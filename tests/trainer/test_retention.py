@@ -263,3 +263,6 @@ def test_a_run_of_an_earlier_version_goes_on(objective, beginning):
     assert prompted.hash() != config.hash()
     if objective["kind"] == "declutr":
         assert TrainConfig.model_validate(values | {"spans": {"query_share": 0.5}}).hash() != config.hash()
+    if objective.get("supervised"):
+        without = {"objective": objective | {"hard_negatives": False}}
+        assert TrainConfig.model_validate(values | without).hash() != config.hash()
