@@ -52,8 +52,7 @@ from declutr.trainer.driver.checks import (
     validation_remarks,
 )
 from declutr.trainer.driver.continuation import (
-    FAILURES,
-    SECONDS,
+    RUN_FILES,
     SUMMARY,
     add_seconds,
     ended_early,
@@ -64,12 +63,10 @@ from declutr.trainer.driver.continuation import (
     read_seconds,
 )
 from declutr.trainer.metrics.loggers import ProgressBar
-from declutr.trainer.run import DEVICE, RESUME_SETTINGS, RunPlan, run_folder, unknown
+from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder, unknown
 
 if TYPE_CHECKING:  # loads Ray, which no refused run waits for
     from declutr.trainer.driver.supervisor import Signals
-
-_FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
 def _start_ray_aside(config: TrainConfig) -> threading.Event | None:
@@ -184,7 +181,7 @@ def _lock_and_fetch(config: TrainConfig, signals: "Signals", stack: contextlib.E
     stack.enter_context(RunLock(run, lost))
     if store := store_of(config.run, run):
         stack.enter_context(StoreLock(Folder(config.run), lost))
-        store.fetch(_FILES)
+        store.fetch(RUN_FILES)
 
 
 def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[str, Any]:
@@ -220,7 +217,7 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
     if done < steps and early is None:
         (run / SUMMARY).unlink(missing_ok=True)  # describes an earlier end
         if store is not None:
-            store.send(*_FILES)
+            store.send(*RUN_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
         for sentence in (*validation_remarks(plan), *corpora_remarks(plan, steps)):
@@ -243,7 +240,7 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
                 hurried = Folder(config.run, config.scaling.shutdown_grace_seconds)
                 try:
-                    (store if signals.received is None else RunStore(hurried, run)).send(*_FILES)
+                    (store if signals.received is None else RunStore(hurried, run)).send(*RUN_FILES)
                 except OSError as error:  # must not hide the reason why the run ended
                     get_logger().warning("%s", error)
         if store is not None:
@@ -271,7 +268,7 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
     }
     write_json(run / SUMMARY, summary)
     if store is not None:
-        store.send(*_FILES)
+        store.send(*RUN_FILES)
     return summary
 
 

@@ -124,7 +124,7 @@ def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith("RFC2119 dog")
     assert main(["search", folder, "neither"]) == 1
     says(capsys.readouterr().err, "encoder knows no word", "no text")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["search", folder, "\t "])
     says(capsys.readouterr().err, "empty")
     assert main(["search", folder, " ".join(f"w{number}" for number in range(10_000)) + " cat"]) == 0

@@ -20,6 +20,7 @@ from declutr.trainer.checkpoints import checkpoint, saver
 from declutr.trainer.checkpoints.checkpoint import early_end, find_best, from_best, history, kept
 from declutr.trainer.checkpoints.saver import write_tensors
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import MetricsWriter
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
@@ -242,3 +243,26 @@ def test_a_limit_on_files_is_an_error_with_its_number(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(
+    ("objective", "beginning"),
+    [
+        ({"kind": "declutr"}, "981f4017c164a4c4"),
+        ({"kind": "simcse"}, "51c085ee1249102a"),
+        ({"kind": "simcse", "supervised": True}, "cc32e74c3e6c9b3d"),
+    ],
+)
+def test_a_run_of_an_earlier_version_goes_on(objective, beginning):
+    """The hashes of cb156041: a setting that came later, and changes nothing as it is, is in none."""
+    encoder = {"from_config": {"model_type": "roberta", "hidden_size": 16}}
+    values = {"run": "r", "data": "d", "encoder": encoder, "steps": 5, "objective": objective}
+    config = TrainConfig.model_validate(values)
+    assert config.hash().startswith(beginning)
+    prompted = TrainConfig.model_validate(values | {"encoder": encoder | {"prompt": "passage: "}})
+    assert prompted.hash() != config.hash()
+    if objective["kind"] == "declutr":
+        assert TrainConfig.model_validate(values | {"spans": {"query_share": 0.5}}).hash() != config.hash()
+    if objective.get("supervised"):
+        without = {"objective": objective | {"hard_negatives": False}}
+        assert TrainConfig.model_validate(values | without).hash() != config.hash()

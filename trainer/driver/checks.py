@@ -18,15 +18,15 @@ from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.config import TaskSettings, TrainConfig
 from declutr.trainer.corpora import corpora_problems
-from declutr.trainer.driver.continuation import FAILURES, SECONDS, device_problem, other_shards, run_problems
+from declutr.trainer.driver.continuation import RUN_FILES, SUMMARY, device_problem, other_shards, run_problems
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.loggers import missing_wandb
 from declutr.trainer.objectives.registry import BROKEN, KINDS
-from declutr.trainer.run import DEVICE, RESUME_SETTINGS, RunPlan, data_folder
+from declutr.trainer.run import RunPlan, data_folder
 
 _OFTEN = 0.1  # of the batches
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
-_OF_A_RUN = {"config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, LOCK, CHECKPOINTS}  # also of one just begun
+_OF_A_RUN = {*RUN_FILES, LOCK, CHECKPOINTS} - {SUMMARY}  # also of one just begun; `demo` writes a summary.json, too
 _OF_A_COMMAND = (".err", ".log", ".out", ".sh", ".yaml", ".yml")  # users put its settings and output into the run
 
 
@@ -207,11 +207,11 @@ def _run_problem(name: str) -> str | None:
         if (folder / file).is_file():
             return f"holds {what}; name another folder"
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
-    others = sorted(
+    foreign = sorted(
         name for name in names if not name.startswith((".", "lost+found")) and not name.endswith(_OF_A_COMMAND)
     )
-    if others and not names & _OF_A_RUN:
-        return f"holds {excerpt(others)}, not a run; name a new folder"
+    if foreign and not names & _OF_A_RUN:
+        return f"holds {excerpt(foreign)}, not a run; name a new folder"
     return folder_problem(folder)
 
 

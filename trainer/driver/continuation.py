@@ -223,6 +223,8 @@ def other_shards(plan: RunPlan) -> list[str]:
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
 FAILURES = "failures.log"
+RUN_FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)
+"""Written by the driver of a run."""
 MOMENT = "%Y-%m-%d %H:%M:%S"
 """Form of the local time at which a failure is recorded."""
 
