@@ -18,27 +18,23 @@ from volumes import small_volume
 from declutr.adaptation import scores as adaptation_scores
 from declutr.adaptation.candidates import (
     CLOSED,
+    FOLDS,
     ORDER,
     TRAINED,
     CandidateBuilder,
-    WithinSums,
-    _of_documents,
-    cross_fitted,
     document_prompt,
     load_transformer,
-    whitening,
     write_trained,
 )
 from declutr.adaptation.config import AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
-from declutr.adaptation.passages import _select, held_out_documents, make_passages
+from declutr.adaptation.passages import _select, all_documents, held_out_documents, make_passages
 from declutr.cli.main import main
 from declutr.common.bootstrap import grouped
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.common.paths import listed
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
@@ -151,9 +147,11 @@ def test_adapt_without_steps_tries_the_closed_form_alone(encoder, tmp_path):
 def test_a_full_disk_is_told_and_the_same_command_continues(encoder, tmp_path):
     documents = corpus(tmp_path / "documents.jsonl", 120)
     with small_volume(tmp_path / "disk", 16) as volume:
+        documents = shutil.copy(documents, volume.path)
         output = volume.path / "adapted"
         result = adapt(encoder, documents, output, steps=0)
-        shutil.rmtree(output / "candidates")
+        judged_by_folds(encoder, output, result, CLOSED)
+        shutil.rmtree(output / "folds")
         volume.fill(leave_bytes=0)
         with pytest.raises(UsageError, match=all_of("--output", "No space left", "same command")):
             adapt(encoder, documents, output, steps=0)
@@ -191,26 +189,41 @@ def keeps_the_encoder_that_is_better(config, output, result):
                 assert not (output / "encoder").exists()
 
 
-def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(encoder, tmp_path):
-    lines = corpus(tmp_path / "documents.jsonl", 12).read_text().splitlines()
-    documents = [json.loads(line)["text"] for line in lines]
-    start = load_transformer(str(encoder))
-    found = make_passages(documents, start.tokenizer)
-    _, values, sums = cross_fitted(found, start)
-    rows, fold_of = unit_rows(start.embed_ids(found.ids).astype(np.float64)), np.arange(12) % 5
-    for fold in range(5):
-        inside = fold_of[found.owners] == fold
-        others = WithinSums.of(rows[~inside], found.owners[~inside])
-        own = unit_rows(rows[inside] @ whitening(others))
-        expected = _of_documents(found, np.flatnonzero(fold_of == fold)).distant((own @ own.T).astype(np.float32))
-        np.testing.assert_array_equal(values["distant"][fold_of == fold], expected)
-    assert (sums.spans, sums.documents) == (len(rows), 12)
-    builder = CandidateBuilder(
-        load_config({"encoder": str(encoder), "corpus": ["-"]}, "adapt", AdaptConfig), tmp_path, tmp_path
-    )
-    builder.make(CLOSED, start, 0, sums)
-    layer = builder.load(CLOSED).after[1].linear.weight.detach().numpy()
-    assert layer == pytest.approx(whitening(WithinSums.of(rows, found.owners)), rel=1e-5)
+def judged_by_folds(encoder, output, result, name):
+    """The scores are those of fits on all documents but those of the fold."""
+    config = AdaptConfig(encoder=str(encoder), corpus=[str(output.parent / "documents.jsonl")])
+    texts, start = all_documents(config.prepare_config(output / "data").corpus, output / "data"), []
+    tokenizer, values = load_transformer(str(encoder)).tokenizer, []
+    for fold in range(FOLDS):
+        own, folder = texts[fold::FOLDS], output / "folds" / str(fold)
+        shards = ShardSet(folder / "data", "train")
+        ids = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
+        assert ids == {document_id(normalise(text).encode()) for text in texts if text not in own}
+        fitted = load_transformer(str(place_of(config, folder, name)))
+        test = adaptation_scores.TestSet(make_passages(own, tokenizer))
+        values.append(test.encoder(fitted))
+        start.append(test.encoder(load_transformer(str(encoder))))
+    baselines, hybrid = ["start", "BM25", "IDF cosine", "start + IDF cosine"], f"{name} + IDF cosine"
+    assert [row.name for row in result.rows] == [*baselines, name, hybrid]
+    scores = {row.name: row.scores["distant"] for row in result.rows}
+    for row, parts in (("start", start), (name, values)):
+        expected = np.nanmean(adaptation_scores.merged(parts)["distant"])
+        assert scores[row] == pytest.approx(expected, abs=1e-6)
+    assert result.verdict.comparison.rows == len(texts)
+    assert result.chosen == name
+    says(result.sentence, name, "five fits")
+    assert (output / "encoder").exists() == (result.verdict.outcome == "better")
+
+
+@pytest.mark.ray
+@pytest.mark.nightly
+@pytest.mark.usefixtures("session")
+def test_training_on_few_documents_is_judged_by_fits_that_never_saw_the_documents(encoder, tmp_path):
+    documents, output = corpus(tmp_path / "documents.jsonl", 82), tmp_path / "adapted"
+    result = adapt(encoder, documents, output, steps=20)
+    judged_by_folds(encoder, output, result, TRAINED)
+    assert (again := adapt(encoder, documents, output, steps=20)).sentence == result.sentence
+    assert again.looks == 1
 
 
 def strict_json(path):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from declutr.adaptation import scores
-from declutr.adaptation.candidates import ORDER, cross_fitted
+from declutr.adaptation.candidates import FOLDS, ORDER, WithinSums, whitening
 from declutr.adaptation.config import LENGTHS
 from declutr.adaptation.job import _Adaptation
 from declutr.adaptation.paragraphs import Paragraphs
 from declutr.adaptation.passages import Passages
-from declutr.adaptation.scores import DISTANT, MIN_FOLDED, SENTENCES, STATISTICS, choose, judge
+from declutr.adaptation.scores import DISTANT, MIN_FOLDED, SENTENCES, STATISTICS, choose, judge, merged
 from declutr.common import bootstrap
 from declutr.encoders.protocol import unit_rows
 
@@ -108,11 +108,17 @@ def test_a_gain_of_three_points_is_seen(documents, gain, least):
 
 def folded(rng, documents, tilt):
     """The start and the closed form on documents whose passages differ alike in all directions, or more in some."""
-    passages = passages_of(documents, 8)
+    passages, parts = passages_of(documents, 8), ([], [])
     topics = np.repeat(rng.normal(size=(documents, 32)), 8, axis=0)
     rows = topics + 1.6 * rng.normal(size=topics.shape) * (1 + tilt * np.linspace(-1, 1, 32))
-    before, after, _ = cross_fitted(passages, SimpleNamespace(embed_ids=lambda _: rows))
-    return before, after
+    for fold in range(FOLDS):
+        inside = passages.owners % FOLDS == fold
+        matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]))
+        part = passages_of(inside.sum() // 8, 8)
+        for values, own in zip(parts, (rows[inside], rows[inside] @ matrix), strict=True):
+            unit = unit_rows(own).astype(np.float32)
+            values.append({DISTANT: part.distant(unit @ unit.T)})
+    return map(merged, parts)
 
 
 @pytest.mark.slow

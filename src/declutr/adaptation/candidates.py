@@ -9,6 +9,7 @@ Legend: S spans, D embedding size.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,28 +19,38 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from declutr.adaptation.config import BATCH_DOCUMENTS, LENGTHS, PAIRS_DATA, PAIRS_FILE, AdaptConfig
-from declutr.adaptation.passages import Passages
-from declutr.adaptation.scores import DISTANT, Values
+from declutr.adaptation.checks import own_words
+from declutr.adaptation.config import (
+    BATCH_DOCUMENTS,
+    DOCUMENTS,
+    LENGTHS,
+    PAIRS_DATA,
+    PAIRS_FILE,
+    AdaptConfig,
+    write_documents,
+)
 from declutr.common.console.logs import bar
 from declutr.common.errors import EncoderError, UsageError
 from declutr.common.storage import atomic_folder, write_text
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import CutEncoder, unit_rows
+from declutr.encoders.protocol import CutEncoder, role_prompts, unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.shards import ShardSet, ragged
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense, Normalize
-from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.model.language_model import prompt_ids, vocabulary_of
 from declutr.trainer.train import train
 
 F64 = NDArray[np.float64]
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
 ORDER = CLOSED, TRAINED, BOTH
 """All candidates, from the cheapest to the dearest."""
+RUN = "run"
+"""Name of the folder of the training, among those of the candidates."""
 POWER, SHRINKAGE = 0.25, 0.1
 """Power of the covariance, of which 0.5 whitens completely, and weight of the identity beside it."""
 _PASSAGES = 4
@@ -52,7 +63,8 @@ _STEP_COST = 3.75
 _LOAD_SECONDS = 60.0
 """Seconds that a start of the training takes beside its steps, with room for a slow machine."""
 _BLOCK_DOCUMENTS = 256
-_FOLDS = 5
+FOLDS = 5
+"""Parts of a small corpus, each of which is scored by a fit on the others."""
 
 
 def load_transformer(name: str | Path, trust_remote_code: bool = False) -> TransformerEncoder:
@@ -70,6 +82,31 @@ def load_transformer(name: str | Path, trust_remote_code: bool = False) -> Trans
     if not isinstance(encoder, TransformerEncoder):
         raise EncoderError(f"{name}: only a transformer can be adapted")
     return encoder
+
+
+def load_start(config: AdaptConfig) -> TransformerEncoder:
+    """Loads the encoder to adapt.
+
+    Raises:
+        EncoderError: it cannot be loaded, or is no transformer.
+        UsageError: it reads texts in a way that a training cannot, or fewer tokens than passages have.
+    """
+    start = load_transformer(config.encoder, config.trust_remote_code)
+    if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
+        raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
+    needed = config.lengths.window + len(prompt_ids(start.tokenizer, document_prompt(start)))
+    if needed > start.max_tokens:
+        raise UsageError(
+            f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have {needed}; "
+            f"{'lower --passage-tokens' if needed > LENGTHS.window else 'name an encoder that reads longer texts'}"
+        )
+    if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
+        raise UsageError(
+            f"{config.encoder}: do_lower_case in its sentence_bert_config.json changes texts before its tokenizer, "
+            "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
+            "its tokenizer.json"
+        )
+    return start
 
 
 def document_prompt(encoder: TransformerEncoder) -> str:
@@ -128,14 +165,24 @@ class CandidateBuilder:
         """Loads a candidate that exists."""
         return load_transformer(self.place(name), self.config.trust_remote_code)
 
-    def make(self, name: str, start: TransformerEncoder, steps: int, sums: "WithinSums | None" = None) -> None:
-        """Makes a candidate unless it exists; the closed form by `sums`, else by those of the training documents."""
+    def of_documents(self, documents: Sequence[str], folder: Path) -> "CandidateBuilder":
+        """A builder in a folder of its own, which prepares these documents, all of them to be trained on."""
+        file, data = folder / DOCUMENTS, folder / "data"
+        write_documents(file, documents)
+        changes = {"corpus": [str(file)], "passages": None, "format": "auto", "text_field": ["text"]}
+        config = self.config.model_copy(update=changes)
+        with own_words():
+            prepare(config.prepare_config(data, self.address, held_out=0))
+        return CandidateBuilder(config, data, folder / "candidates", self.address)
+
+    def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
+        """Makes a candidate of the training documents, unless it exists."""
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
         if name == BOTH:
             self.make(TRAINED, start, steps)
-        run = self.folder / "run"
+        run = self.folder / RUN
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
             pooling, prompts = start.encoder.config.pooling, (start.in_role("query").prompt, document_prompt(start))
             config = self.config.train_config(self.data, run, steps, pooling, prompts, self.address, self.pairs)
@@ -143,7 +190,7 @@ class CandidateBuilder:
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)
-                write_whitened(origin, sums or within_sums(origin, self.data, self.config.passage_tokens), aside)
+                write_whitened(origin, within_sums(origin, self.data, self.config.passage_tokens), aside)
             else:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
 
@@ -272,33 +319,3 @@ def write_whitened(encoder: TransformerEncoder, sums: WithinSums, folder: Path) 
     with torch.no_grad():
         layer.weight.copy_(torch.from_numpy(matrix))  # symmetric, so Linear's transposition changes nothing
     write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
-
-
-def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values, Values, WithinSums]:
-    """Values of the start and of the closed form, each document scored by a fit without it; and the sums of all.
-
-    A document's passages search among those of the documents of its fold, for both encoders.
-
-    Raises:
-        UsageError: the documents of four folds have no covariance.
-    """
-    rows = unit_rows(start.embed_ids(passages.ids).astype(np.float64))
-    before, after = (np.full(passages.num_documents, np.nan) for _ in range(2))
-    fold_of = np.arange(passages.num_documents) % _FOLDS  # documents are in the order of their keys, so by chance
-    for fold in range(min(_FOLDS, passages.num_documents)):
-        inside = fold_of[passages.owners] == fold
-        matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]))
-        fold_documents = np.flatnonzero(fold_of == fold)
-        part = _of_documents(passages, fold_documents)  # else start and candidate would search other documents
-        for values, fold_rows in ((before, rows[inside]), (after, rows[inside] @ matrix)):
-            unit = unit_rows(fold_rows)
-            values[fold_documents] = part.distant((unit @ unit.T).astype(np.float32))
-    return {DISTANT: before}, {DISTANT: after}, WithinSums.of(rows, passages.owners)
-
-
-def _of_documents(passages: Passages, documents: np.ndarray) -> Passages:
-    """The passages of some documents, numbered from 0."""
-    inside = np.isin(passages.owners, documents)
-    owners = np.searchsorted(documents, passages.owners[inside])
-    at = passages.starts[inside], passages.ends[inside]
-    return Passages([], [], owners, *at, [], np.empty(0, np.int64), len(documents))

@@ -1,7 +1,6 @@
 """Checks of an adaptation before any work, in the words of the command's options."""
 
 import glob
-import json
 import logging
 import re
 from collections import Counter
@@ -10,13 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from declutr.adaptation.config import DOCUMENTS, ENCODER, PAIRS_DATA, PAIRS_FILE, REPORT, STATE, AdaptConfig
+from declutr.adaptation.config import (
+    DOCUMENTS,
+    ENCODER,
+    PAIRS_DATA,
+    PAIRS_FILE,
+    REPORT,
+    STATE,
+    AdaptConfig,
+    write_documents,
+)
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
 from declutr.common.paths import expand, folder_problem
-from declutr.common.storage import write_text
 from declutr.encoders.protocol import missing, no_encoder
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
 from declutr.pipeline.config import PipelineConfig
@@ -27,7 +34,8 @@ from declutr.pipeline.shards.ledger import Counts
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
-_OWN = {"data", DOCUMENTS, PAIRS_FILE, PAIRS_DATA, "candidates", "scores", ENCODER, REPORT, "result.json", "lock.json"}
+_OWN = {"data", DOCUMENTS, PAIRS_FILE, PAIRS_DATA, "candidates", "folds", "scores", ENCODER, REPORT}
+_OWN |= {"result.json", "lock.json"}
 """Names that an adaptation writes to its folder, beside its state."""
 _ANSWERS = {2: 240, 3: 370}
 """Different answers of which each half, or each third, has 100 in 99% of the draws."""
@@ -184,11 +192,7 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """
     problems, inputs = check_places(config, output)
     if inputs.passages is not None:
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in inputs.passages)
-        path = output / DOCUMENTS
-        if not path.is_file() or path.read_text(encoding="utf-8") != lines:  # `prepare` refuses one of another time
-            output.mkdir(parents=True, exist_ok=True)
-            write_text(path, lines)
+        write_documents(output / DOCUMENTS, inputs.passages)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
 
     with own_words():  # it warns of files that are not read

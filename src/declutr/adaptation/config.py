@@ -4,9 +4,10 @@ Messages of a preparation are given the words of this command's options. `config
 preparation and training, so that both can be run alone too.
 """
 
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ ENCODER, REPORT = "encoder", "report.html"
 PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
 """Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
 DOCUMENTS = "documents.jsonl"
-"""Name of the documents of `--passages` in the output folder."""
+"""Name of the documents of `--passages` in the output folder, and of those of a fold in its folder."""
 APART = 96  # `min_distance_tokens` of configs/adapt.yaml
 """Tokens between two passages of which one must find the other."""
 _SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "adapt.yaml"
@@ -130,7 +131,7 @@ class AdaptConfig(Strict):
             places["encoder"] = absolute(self.encoder)
         return self.model_copy(update=places)
 
-    def prepare_config(self, output: Path, address: str | None = None) -> PipelineConfig:
+    def prepare_config(self, output: Path, address: str | None = None, held_out: float = HELD_OUT) -> PipelineConfig:
         """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
         field = self.text_field[0] if len(self.text_field) == 1 else self.text_field
         corpus = {"paths": self.corpus, "format": self.format, "text_field": field}
@@ -140,7 +141,7 @@ class AdaptConfig(Strict):
             "output": str(output),
             "corpus": {"kind": "files"} | corpus,
             "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
-            "validation_fraction": HELD_OUT,  # half of it chooses, half reports
+            "validation_fraction": held_out,
             "session": {"address": address},
             "seed": self.seed,
         }
@@ -204,6 +205,14 @@ class AdaptConfig(Strict):
             task = {"data": str(pairs[0]), "objective": objective, "batch_documents": rows}
             settings |= {"auxiliary_tasks": {"pairs": task}, "task_schedule": "joint"}
         return TrainConfig.model_validate(settings)
+
+
+def write_documents(path: Path, documents: Iterable[str]) -> None:
+    """Writes documents as JSON Lines, unless the file holds them: `prepare` refuses one that was changed later."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    if not path.is_file() or path.read_text(encoding="utf-8") != lines:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, lines)
 
 
 class State(Strict):

@@ -3,42 +3,34 @@
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from declutr.adaptation.candidates import (
     CLOSED,
+    FOLDS,
     ORDER,
+    RUN,
+    TRAINED,
     CandidateBuilder,
-    cross_fitted,
     document_prompt,
-    load_transformer,
+    load_start,
     prepared_pairs,
     steps_within,
 )
 from declutr.adaptation.checks import Inputs, check_lengths, checked, own_words
-from declutr.adaptation.config import (
-    APART,
-    BATCH_DOCUMENTS,
-    ENCODER,
-    LENGTHS,
-    REPORT,
-    AdaptConfig,
-    Lengths,
-    State,
-    opened,
-)
+from declutr.adaptation.config import BATCH_DOCUMENTS, ENCODER, REPORT, AdaptConfig, Lengths, State, opened
 from declutr.adaptation.paragraphs import paragraph_pairs
-from declutr.adaptation.passages import F64, Passages, Split, all_documents, held_out_documents, make_passages
+from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import (
+    Kind,
     Result,
     Row,
     SearchExample,
@@ -60,6 +52,7 @@ from declutr.adaptation.scores import (
     choose,
     compared,
     judge,
+    merged,
     plain,
 )
 from declutr.common.bootstrap import MIN_ROWS, Comparison
@@ -69,22 +62,22 @@ from declutr.common.errors import UsageError, missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
-from declutr.encoders.protocol import role_prompts
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import IDF
-from declutr.evaluation.retrieval.pairs import Part, RetrievalTest
+from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.model.language_model import prompt_ids
 
-_OWN_LONG = f"with two passages that are {APART} tokens apart"
 _START, _START_IDF = "start", f"start + {IDF}"
 _TIMED_PASSAGES = 512
+T = TypeVar("T")
+Rows = dict[tuple[str, Kind], Values]
+"""Values by name and kind of the row, the start's first."""
 _FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
 
 
@@ -140,21 +133,7 @@ def adapt(
 def _adapt(config: AdaptConfig, output: Path, address: str | None, inputs: Inputs) -> Result:
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
-        start = load_transformer(config.encoder, config.trust_remote_code)
-        if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
-            raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
-        needed = config.lengths.window + len(prompt_ids(start.tokenizer, document_prompt(start)))
-        if needed > start.max_tokens:
-            raise UsageError(
-                f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have {needed}; "
-                f"{'lower --passage-tokens' if needed > LENGTHS.window else 'name an encoder that reads longer texts'}"
-            )
-        if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
-            raise UsageError(
-                f"{config.encoder}: do_lower_case in its sentence_bert_config.json changes texts before its tokenizer, "
-                "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
-                "its tokenizer.json"
-            )
+        start = load_start(config)
         state.check(start.fingerprint)  # candidates in the folder are of this encoder
         return _Adaptation(config, output, address, state, start, *inputs).run()
 
@@ -207,14 +186,22 @@ class _Adaptation:
     @cached_property
     def sets(self) -> dict[Split, TestSet]:
         """What is scored of each half of the documents that are not trained on."""
-        recalls: dict[str, list[F64]] = {}
-        documents = held_out_documents(
-            self.preparation.corpus, self.output / "data", self.config.seed, self.config.lengths
-        )
-        paragraphs = paragraph_pairs(documents, self.start.tokenizer, self.scored_lengths.passage, self.own)
+        config, pairs, recalls = self.config, self.pairs, dict[str, list[F64]]()
+        documents = held_out_documents(self.preparation.corpus, self.output / "data", config.seed, config.lengths)
+        tests = self._tests(documents)
+        if pairs is None:
+            return tests
+        queries = {split: pairs.places(split, config.seed, config.train_on_pairs) for split in tests}
+        return {split: replace(test, pairs=pairs, own=queries[split], recalls=recalls) for split, test in tests.items()}
+
+    def _tests(self, documents: Mapping[T, Sequence[str]]) -> dict[T, TestSet]:
+        """Passages and paragraphs of some parts of the documents."""
+        start, lengths = self.start, self.scored_lengths
+        paragraphs = paragraph_pairs(documents, start.tokenizer, lengths.passage, self.own)
+        prompt = document_prompt(start)
         return {
-            split: TestSet(self._passages(split_documents), self.pairs, self._places(split), recalls, paragraphs[split])
-            for split, split_documents in documents.items()
+            part: TestSet(make_passages(texts, start.tokenizer, prompt, lengths, self.own), paragraphs=paragraphs[part])
+            for part, texts in documents.items()
         }
 
     @cached_property
@@ -222,20 +209,9 @@ class _Adaptation:
         """Tokens of the passages that are scored: the user's own are read as far as the encoder reads."""
         if self.own is None:
             return self.config.lengths
-        specials = self.start.tokenizer.num_special_tokens_to_add()
-        return Lengths(
-            self.start.max_tokens - specials - len(prompt_ids(self.start.tokenizer, document_prompt(self.start)))
-        )
-
-    def _passages(self, documents: Sequence[str]) -> Passages:
-        start, lengths = self.start, self.scored_lengths
-        return make_passages(documents, start.tokenizer, document_prompt(start), lengths, self.own)
-
-    def _places(self, part: Part) -> NDArray[np.int64]:
-        """Numbers of the user's queries of a part."""
-        if self.pairs is None:
-            return np.empty(0, np.int64)
-        return self.pairs.places(part, self.config.seed, self.config.train_on_pairs)
+        start, tokenizer = self.start, self.start.tokenizer
+        others = tokenizer.num_special_tokens_to_add() + len(prompt_ids(tokenizer, document_prompt(start)))
+        return Lengths(start.max_tokens - others)
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
@@ -245,17 +221,24 @@ class _Adaptation:
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         # counted before the scores: a stop after them is a look, too
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        start = self._scored(test, self.start)
+        start, encoder = self._scored(test, self.start), self.builder.load(chosen)
         values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        seed = self.config.seed
-        rows = [Row.of(_START, "start", start, start, seed)]
-        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
-        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
-        verdict = judge(start, values[chosen], self.primary, seed)  # by one measure: several would be several chances
-        encoder = self.builder.load(chosen)
-        rows.append(Row.of(f"{chosen} + {IDF}", "hybrid", start, self._scored(test, encoder, with_idf=True), seed))
+        rows = self._rows(test, start, values) | {
+            (f"{chosen} + {IDF}", "hybrid"): self._scored(test, encoder, with_idf=True)
+        }
+        # by one measure: several would be several chances
+        verdict = judge(start, values[chosen], self.primary, self.config.seed)
         examples = [] if self.config.private else search_examples(test, self.start, encoder)
-        return self._finish(verdict, chosen, encoder, rows, looks, examples)
+        return self._finish(verdict, chosen, encoder, self._table(rows), looks, examples)
+
+    def _rows(self, test: TestSet, start: Values, candidates: dict[str, Values]) -> Rows:
+        rows: Rows = {(_START, "start"): start}
+        rows |= {(name, "baseline"): values for name, values in self._baselines(test).items()}
+        return rows | {(name, "candidate"): values for name, values in candidates.items()}
+
+    def _table(self, rows: Rows, min_rows: int = MIN_ROWS) -> list[Row]:
+        start, seed = rows[_START, "start"], self.config.seed
+        return [Row.of(name, kind, start, values, seed, min_rows) for (name, kind), values in rows.items()]
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
@@ -274,18 +257,19 @@ class _Adaptation:
 
     def _tell(self, name: str, start: Values, values: Values) -> None:
         sentence = compared(start, values, self.config.seed)[self.primary].sentence()
-        get_logger().info(
-            "%s against the start, %s recall@1 of development %s: %s", name, self.primary, self.rows, sentence
-        )
+        get_logger().info("%s against the start, %s of development %s: %s", name, self.primary, self.rows, sentence)
 
     def _baselines(self, test: TestSet) -> dict[str, Values]:
         return {**test.lexical(), _START_IDF: test.encoder(self.start, with_idf=True)}
 
-    def _steps(self, test: TestSet) -> int:
-        """Steps of the training for which there is time, decided once; 0 if nothing could choose or be trained."""
-        documents = ShardSet(self.builder.data, "train").num_documents
+    def _steps(self, test: TestSet, of_fold: int = 0) -> int:
+        """Steps for which there is time, decided once; 0 if nothing could choose or be trained.
+
+        With the number of documents that each of five fits trains on, the time is that of these and of the last fit.
+        """
+        documents, fits = of_fold or ShardSet(self.builder.data, "train").num_documents, FOLDS + 1 if of_fold else 1
         few = None
-        if (rows := test.num_rows(self.primary)) < MIN_ROWS:
+        if not of_fold and (rows := test.num_rows(self.primary)) < MIN_ROWS:
             few = f"{rows} development {self.rows}, and a choice needs {MIN_ROWS}"
         elif documents < BATCH_DOCUMENTS:
             few = f"{documents} training documents, and a step takes {BATCH_DOCUMENTS}"
@@ -300,43 +284,55 @@ class _Adaptation:
         timed_ids = test.passages.ids[:_TIMED_PASSAGES]
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
-        rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
-        steps = steps_within(
-            self.state.seconds_left, rate / (1 + self.config.train_on_pairs), documents, self.config.lengths.window
-        )
+        rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began) / (1 + self.config.train_on_pairs)
+        steps = steps_within(self.state.seconds_left / fits, rate, documents, self.config.lengths.window)
         self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
-            get_logger().warning(
-                "--minutes %g: too few for a training on this machine; only the closed form is tried",
-                self.config.minutes,
-            )
+            what = f"--minutes {self.config.minutes:g}: too few for {fits} training{'s' * (fits > 1)} on this machine"
+            get_logger().warning("%s; only the closed form is tried", what)
         return steps
 
     def _few(self) -> Result:
-        """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
+        """One candidate by cross-fitting, for a corpus with fewer than 100 test documents.
+
+        Each document is scored by a fit on four fifths of the documents, without it, among the documents of its fold,
+        which its key decides, so chance. There is no choice: rows that choose would be too few.
+        """
         documents = all_documents(self.preparation.corpus, self.output / "data", self.config.lengths)
-        passages = self._passages(documents)
-        scorable = int(passages.scorable.sum())
-        get_logger().warning(
-            "%d documents %s: too few for a test of their own, so the closed form is scored by five fits, each on four "
-            "fifths of the documents",
-            scorable,
-            f"of {self.config.lengths.long} tokens or more, without headings" if self.own is None else _OWN_LONG,
-        )
-        if scorable < 10:
-            nothing = Comparison(math.nan, math.nan, scorable, None)
+        tests = [*self._tests({fold: documents[fold::FOLDS] for fold in range(FOLDS)}).values()]
+        counts = {measure: sum(test.num_rows(measure) for test in tests) for measure in (SENTENCES, DISTANT)}
+        self.primary = SENTENCES if counts[SENTENCES] >= MIN_FOLDED else DISTANT
+        if counts[self.primary] < 10:
+            nothing = Comparison(math.nan, math.nan, counts[self.primary], None)
             return self._finish(Verdict("too few documents to tell", nothing, MIN_FOLDED), CLOSED, None, [], 1, [])
-        start, values, sums = cross_fitted(passages, self.start)
-        seed = self.config.seed
-        rows = [
-            Row.of(_START, "start", start, start, seed),
-            Row.of(CLOSED, "candidate", start, values, seed, MIN_FOLDED),
-        ]
-        looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
-        # The fit whose five parts were judged, with the documents that each part left out.
-        self.builder.make(CLOSED, self.start, 0, sums)
-        verdict = judge(start, values, DISTANT, seed, MIN_FOLDED)
-        return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [], _FITS)
+        steps = self._steps(tests[0], len(documents) - math.ceil(len(documents) / FOLDS))
+        name = TRAINED if steps else CLOSED
+        self._say(
+            f"{len(documents):,} documents: too few for a test of their own; {self.primary} judges ({name}) by five "
+            f"fits, each on four fifths of the documents: {MEANING[self.primary]}"
+        )
+        looks = self.state.look(f"{name}, {steps} steps, test {hash_json([test.digest for test in tests])[:16]}")
+        folds = list[Rows]()
+        for fold, test in enumerate(tests):
+            self._say(f"fit {fold + 1} of {FOLDS}")
+            others = [text for number, text in enumerate(documents) if number % FOLDS != fold]
+            encoder = self._fit(str(fold), others, name, steps).load(name)
+            rows = self._rows(test, self._scored(test, self.start), {name: self._scored(test, encoder)})
+            folds.append(rows | {(f"{name} + {IDF}", "hybrid"): self._scored(test, encoder, with_idf=True)})
+        rows = {row: merged([fold[row] for fold in folds]) for row in folds[0]}
+        verdict = judge(rows[_START, "start"], rows[name, "candidate"], self.primary, self.config.seed, MIN_FOLDED)
+        if better := verdict.outcome == "better":
+            self._say("the fit on all documents")
+            self.builder = self._fit("all", documents, name, steps)
+        fitted = self.builder.load(name) if better else None
+        return self._finish(verdict, name, fitted, self._table(rows, MIN_FOLDED), looks, [], _FITS)
+
+    def _fit(self, fold: str, documents: Sequence[str], name: str, steps: int) -> CandidateBuilder:
+        """A candidate of some of the documents, in a folder of their own."""
+        builder = self.builder.of_documents(documents, self.output / "folds" / fold)
+        builder.make(name, self.start, steps)
+        shutil.rmtree(builder.folder / RUN, ignore_errors=True)  # six of them, each with three times the weights
+        return builder
 
     def _finish(
         self,
@@ -353,7 +349,12 @@ class _Adaptation:
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
-        kept, steps = load_manifest(self.output / "data").totals["kept"], self.state.steps or 0
+        facts: dict[str, float] = {
+            "documents": load_manifest(self.output / "data").totals["kept"],
+            "training_documents": ShardSet(self.builder.data, "train").num_documents,
+            "steps": self.state.steps or 0,
+            "seconds": round(self.state.seconds_used),
+        }
         figures = verdict.sentence(
             self.rows, self.config.lengths.long if self.primary == DISTANT and self.own is None else 0
         )
@@ -368,7 +369,7 @@ class _Adaptation:
             looks=looks,
             encoder=place if better else None,
             examples=examples,
-            facts={"documents": kept, "steps": steps, "seconds": round(self.state.seconds_used)},
+            facts=facts,
         )
         if encoder is not None and better:
             with atomic_folder(place, replace=True) as aside:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.config import HELD_OUT, AdaptConfig
+from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared, moved
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.console.terminal import shorten
@@ -105,7 +105,7 @@ class Result:
     examples: list[SearchExample] = field(default_factory=list)
     """Passages whose nearest passage changed."""
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers of documents, steps and seconds."""
+    """Numbers of documents, of those trained on, of steps and seconds."""
 
     @property
     def measures(self) -> list[str]:
@@ -205,8 +205,8 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
         scores=f"{result.sentence}.{warning}\n\n{table}\n\nPercent, {result.held_out()}.\n{meanings}\n\n"
         f"{result.general}",
-        data=f"{result.facts['documents']:,.0f} documents, of which {1 - HELD_OUT:.0%} were trained on; "
-        f"{result.facts['steps']:,.0f} steps.",
+        data=f"{result.facts['documents']:,.0f} documents, of which {result.facts['training_documents']:,.0f} were "
+        f"trained on; {result.facts['steps']:,.0f} steps.",
         settings=config.model_dump(mode="json"),
         pooling=pooling,
         layers=len(encoder.after) > 0,

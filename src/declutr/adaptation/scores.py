@@ -149,6 +149,12 @@ def plain(values: Values) -> dict[str, list[float | None]]:
     return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
 
 
+def merged(parts: Sequence[Values]) -> Values:
+    """Values of several parts of the documents; a part without headings or sentences has no rows of these."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
+
+
 MIN_FOLDED = 60
 """Documents of an interval where each is scored by a fit without it (calibrated in tests/adaptation)."""
 
@@ -234,7 +240,8 @@ class Verdict:
 
 def judge(before: Values, after: Values, primary: str, seed: int, min_rows: int = MIN_ROWS) -> Verdict:
     """The verdict on a candidate against the start, by the primary measure."""
-    comparison = compare(before[primary], after[primary], seed, STATISTICS[primary], min_rows)
+    # the row of the table, by the same rows
+    comparison = compared({primary: before[primary]}, {primary: after[primary]}, seed, min_rows)[primary]
     outcome: Outcome = "too few documents to tell"
     if comparison.interval is not None:
         outcome = "better" if comparison.difference > 0 else "worse"
