@@ -7,13 +7,14 @@ Each source is divided and adapted to with several seeds; a figure is of one can
 
 import argparse
 import gzip
-import shutil
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from declutr.adaptation import config
 from declutr.adaptation.candidates import CandidateBuilder, load_transformer
 from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.job import adapt
@@ -27,7 +28,7 @@ from declutr.evaluation.retrieval.compare import stsb_values
 # Settings of `declutr adapt` were chosen on these.
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 # Not opened before: what they show was not chosen.
-UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")
+UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011", "nova-specs", "changelog-interviews")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,8 +40,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stsb", type=Path, help="folder with STS-B's sts-test.csv")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of split and training")
     parser.add_argument("--minutes", type=float, default=30, help="of each run")
+    parser.add_argument("--documents", type=int, help="take this many of the first documents of each source")
+    parser.add_argument("--settings", type=Path, help="file in place of configs/adapt.yaml")
     parser.add_argument("--work", type=Path, default=Path("runs/adapt-benchmark"), help="folder of the runs")
     options = record.parse(parser, arguments)
+    if options.settings:
+        config._SETTINGS = options.settings.absolute()
     runs: list[dict[str, Any]] = []
     for source in options.sources:
         for seed in range(options.seeds):
@@ -50,14 +55,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _corpus(options: argparse.Namespace, source: str) -> Path:
     """The documents of a source as a file."""
-    path: Path = options.work / f"{source}.jsonl"
+    path: Path = options.work / f"{source}{f'-{options.documents}' if options.documents else ''}.jsonl"
     if not path.is_file():
         with (
             gzip.open(options.corpus / f"{source}.jsonl.gz") as packed,
             atomic_file(path) as aside,
             aside.open("wb") as stream,
         ):
-            shutil.copyfileobj(packed, stream)
+            stream.writelines(islice(packed, options.documents))
     return path
 
 
