@@ -223,7 +223,7 @@ def make_passages(
             "%d of %d passages that are scored have more than %d tokens: their ends are not read",
             cut, len(ids), lengths.passage,
         )  # fmt: skip
-    at = (np.array(values, np.int64) for values in (owners, starts, ends))
+    at = np.array(owners, np.int64), np.array(starts, np.int64), np.array(ends, np.int64)
     return Passages(texts, ids, *at, queries, np.array(targets, np.int64), number)
 
 
