@@ -103,7 +103,7 @@ def adapt(
 
     Args:
         encoder: folder or name of the encoder to start from, a transformer that reads 64 tokens or more.
-        corpus: files, folders or globs of documents; none with `passages`.
+        corpus: files, folders or globs of documents; [] with `passages`.
         output: folder of everything that is made.
         address: of a Ray cluster.
         settings: the others of `AdaptConfig`: passages, format, text_field, pairs, train_on_pairs, stsb,
