@@ -133,9 +133,10 @@ class AdaptConfig(Strict):
     def prepare_config(self, output: Path, address: str | None = None) -> PipelineConfig:
         """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
         field = self.text_field[0] if len(self.text_field) == 1 else self.text_field
-        corpus = {"paths": self.corpus, "format": self.format, "text_field": field}
+        corpus: dict[str, Any] = {"paths": self.corpus, "format": self.format, "text_field": field}
         if self.passages is not None:
-            corpus = {"paths": [str(output.parent / DOCUMENTS)]}
+            # the largest limit: a document that is cut has not the text by which its passages are found
+            corpus = {"paths": [str(output.parent / DOCUMENTS)], "max_document_mib": 512}
         settings = read_yaml_file(_SETTINGS)["prepare"] | {
             "output": str(output),
             "corpus": {"kind": "files"} | corpus,
