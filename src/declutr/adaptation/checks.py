@@ -5,16 +5,17 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from declutr.adaptation.config import DOCUMENTS, ENCODER, PAIRS_DATA, PAIRS_FILE, REPORT, STATE, AdaptConfig
+from declutr.adaptation.config import DOCUMENTS, ENCODER, PAIRS_DATA, PAIRS_FILE, REPORT, STATE, AdaptConfig, stored
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
+from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import write_text
 from declutr.encoders.protocol import missing, no_encoder
@@ -176,6 +177,27 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
     return problems, Inputs(pairs, passages)
 
 
+def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str]) -> None:
+    """Writes the documents that passages make together, unless the folder has them.
+
+    Raises:
+        UsageError: the folder is of another adaptation, or of other passages.
+        RunLockedError: another command, which may be reading them, works in the folder.
+    """
+    path, lines = output / DOCUMENTS, "".join(json.dumps({"text": text}) + "\n" for text in passages)
+    if path.is_file() and path.read_bytes() == lines.encode():
+        return
+    stored(config, output)
+    if path.is_file() and (output / STATE).is_file():
+        raise UsageError(
+            f"--passages {config.passages}: has changed since this adaptation began; restore it, or name another "
+            "folder in --output"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    with RunLock(output, lambda: None):
+        write_text(path, lines)
+
+
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """What the user's own files hold; documents joined of passages are written to the output folder.
 
@@ -184,11 +206,7 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """
     problems, inputs = check_places(config, output)
     if inputs.passages is not None:
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in inputs.passages)
-        path = output / DOCUMENTS
-        if not path.is_file() or path.read_text(encoding="utf-8") != lines:  # `prepare` refuses one of another time
-            output.mkdir(parents=True, exist_ok=True)
-            write_text(path, lines)
+        _write_documents(config, output, inputs.passages)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
 
     with own_words():  # it warns of files that are not read

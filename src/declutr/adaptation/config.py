@@ -30,7 +30,7 @@ STATE = "state.json"
 ENCODER, REPORT = "encoder", "report.html"
 PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
 """Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
-DOCUMENTS = "documents.jsonl"
+DOCUMENTS = "documents-of-passages.jsonl"  # a name that no file of the user has, because it is replaced
 """Name of the documents of `--passages` in the output folder."""
 APART = 96  # `min_distance_tokens` of configs/adapt.yaml
 """Tokens between two passages of which one must find the other."""
@@ -259,8 +259,7 @@ class State(Strict):
         write_text(self._path, self.model_dump_json(indent=1) + "\n")
 
 
-@contextmanager
-def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
+def stored(config: AdaptConfig, output: Path) -> State:
     """The state of the folder, new or of an earlier start of the same adaptation.
 
     Raises:
@@ -280,8 +279,15 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
             f"--output {output}: holds an adaptation with another {', '.join(differing)}; name another folder"
         )
     state.config, state._path = config, path
+    return state
+
+
+@contextmanager
+def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
+    """The state of the folder (`stored`), which is written at the end."""
+    state = stored(config, output)
     try:
         yield state
     finally:
-        if path.is_file():  # not before the corpus is prepared: until then another one may be named
+        if (output / STATE).is_file():  # not before the corpus is prepared: until then another one may be named
             state.write()  # also after a failure: --minutes counts the time of all starts
