@@ -128,6 +128,12 @@ class CandidateBuilder:
         """Loads a candidate that exists."""
         return load_transformer(self.place(name), self.config.trust_remote_code)
 
+    def first_passages(self, start: TransformerEncoder) -> list[list[int]]:
+        """Token ids of passages of the first training documents."""
+        split, vocabulary = ShardSet(self.data, "train"), vocabulary_of(start.tokenizer, document_prompt(start))
+        documents = split.take(np.arange(min(split.num_documents, _BLOCK_DOCUMENTS)))
+        return passage_ids(documents, self.config.passage_tokens, vocabulary)[0]
+
     def make(self, name: str, start: TransformerEncoder, steps: int, sums: "WithinSums | None" = None) -> None:
         """Makes a candidate unless it exists; the closed form by `sums`, else by those of the training documents."""
         place, trust = self.place(name), self.config.trust_remote_code

@@ -297,7 +297,8 @@ class _Adaptation:
         if decided := self.config.steps or self.state.steps:
             self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
-        timed_ids = test.passages.ids[:_TIMED_PASSAGES]
+        ids = test.passages.ids if self.own is None else self.builder.first_passages(self.start)
+        timed_ids = ids[:_TIMED_PASSAGES]  # own ones are none if each document has one
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
