@@ -320,7 +320,7 @@ def write_duplicates(
         columns["kept_label"] = pa.array(other_labels, pa.string())
     batch = pa.record_batch(columns)
     kept = {} if labels is None else {LABELS: json.dumps(labels)}
-    batch = batch.replace_schema_metadata({"stamp": stamp, **kept})
+    batch = batch.replace_schema_metadata({b"stamp": stamp, **kept})
     with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
 

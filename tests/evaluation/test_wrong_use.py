@@ -130,6 +130,7 @@ OTHERS = [
     (["search", "index", " "], "the query is empty"),
     (["index", "file.txt", "--output", "x", "--weight", "2", "--lexical", "idf"], "--lexical, --weight: for hybrid"),
     (["adapt", "owner/name", "file.txt", "--output", "x", "--pairs", "table.csv"], "columns are id, txet\n"),
+    (["adapt", "./nothing", "--output", "x", "file.txt"], "no such folder"),
     (["embed", "hashed-words:4", "odd.zzz", "--output", "x.npy"], "--format"),
     (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
     (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "workers = -1: "),

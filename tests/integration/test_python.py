@@ -72,7 +72,7 @@ def test_settings_of_a_caller_are_not_changed_and_paths_are_taken(tmp_path):
         (lambda: declutr.train({"run": "r", "data": "nowhere"}, "steps=3"), ("overrides", "['steps=3']")),
         (lambda: declutr.train({"run": "r", "data": "nowhere", "steps": 0}), ("steps = 0",)),
         (lambda: declutr.train({"run": "r", "data": "nowhere"}), ("nowhere",)),
-        (lambda: declutr.adapt("models/x", [], "out"), ("corpus",)),
+        (lambda: declutr.adapt("models/x", [], "out"), ("CORPUS", "--passages")),
         (lambda: declutr.adapt("models/x", "docs", "out", minutes=-1, sead=2), ("sead", "seed")),
         (lambda: declutr.embed("hashed-words:8", "in.txt", "out.npy", normalize=True), ("normalize", "normalise")),
         (lambda: declutr.embed("hashed-words:8", "in.txt", "out.csv"), ("out.csv", ".parquet")),

@@ -27,7 +27,7 @@ from declutr.adaptation.config import (
     PAIRS_DATA,
     PAIRS_FILE,
     AdaptConfig,
-    write_documents,
+    document_lines,
 )
 from declutr.common.console.logs import bar
 from declutr.common.errors import EncoderError, UsageError
@@ -167,13 +167,21 @@ class CandidateBuilder:
 
     def of_documents(self, documents: Sequence[str], folder: Path) -> "CandidateBuilder":
         """A builder in a folder of its own, which prepares these documents, all of them to be trained on."""
-        file, data = folder / DOCUMENTS, folder / "data"
-        write_documents(file, documents)
-        changes = {"corpus": [str(file)], "passages": None, "format": "auto", "text_field": ["text"]}
+        file, data, lines = folder / DOCUMENTS, folder / "data", document_lines(documents)
+        if not file.is_file() or file.read_text(encoding="utf-8") != lines:  # `prepare` refuses one of another time
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(file, lines)
+        changes = {"corpus": [], "passages": str(file), "format": "auto", "text_field": ["text"]}
         config = self.config.model_copy(update=changes)
         with own_words():
             prepare(config.prepare_config(data, self.address, held_out=0))
         return CandidateBuilder(config, data, folder / "candidates", self.address)
+
+    def first_passages(self, start: TransformerEncoder) -> list[list[int]]:
+        """Token ids of passages of the first training documents."""
+        split, vocabulary = ShardSet(self.data, "train"), vocabulary_of(start.tokenizer, document_prompt(start))
+        documents = split.take(np.arange(min(split.num_documents, _BLOCK_DOCUMENTS)))
+        return passage_ids(documents, self.config.passage_tokens, vocabulary)[0]
 
     def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
         """Makes a candidate of the training documents, unless it exists."""

@@ -4,7 +4,7 @@ import glob
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +17,16 @@ from declutr.adaptation.config import (
     REPORT,
     STATE,
     AdaptConfig,
-    write_documents,
+    document_lines,
+    stored,
 )
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
+from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
+from declutr.common.storage import write_text
 from declutr.encoders.protocol import missing, no_encoder
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
 from declutr.pipeline.config import PipelineConfig
@@ -184,6 +187,27 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
     return problems, Inputs(pairs, passages)
 
 
+def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str]) -> None:
+    """Writes the documents that passages make together, unless the folder has them.
+
+    Raises:
+        UsageError: the folder is of another adaptation, or of other passages.
+        RunLockedError: another command, which may be reading them, works in the folder.
+    """
+    path, lines = output / DOCUMENTS, document_lines(passages)
+    if path.is_file() and path.read_bytes() == lines.encode():
+        return
+    stored(config, output)
+    if path.is_file() and (output / STATE).is_file():
+        raise UsageError(
+            f"--passages {config.passages}: has changed since this adaptation began; restore it, or name another "
+            "folder in --output"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    with RunLock(output, lambda: None):
+        write_text(path, lines)
+
+
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """What the user's own files hold; documents joined of passages are written to the output folder.
 
@@ -192,7 +216,7 @@ def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """
     problems, inputs = check_places(config, output)
     if inputs.passages is not None:
-        write_documents(output / DOCUMENTS, inputs.passages)
+        _write_documents(config, output, inputs.passages)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray
 
     with own_words():  # it warns of files that are not read

@@ -31,7 +31,7 @@ STATE = "state.json"
 ENCODER, REPORT = "encoder", "report.html"
 PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
 """Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
-DOCUMENTS = "documents.jsonl"
+DOCUMENTS = "documents-of-passages.jsonl"  # a name that no file of the user has, because it is replaced
 """Name of the documents of `--passages` in the output folder, and of those of a fold in its folder."""
 APART = 96  # `min_distance_tokens` of configs/adapt.yaml
 """Tokens between two passages of which one must find the other."""
@@ -134,9 +134,10 @@ class AdaptConfig(Strict):
     def prepare_config(self, output: Path, address: str | None = None, held_out: float = HELD_OUT) -> PipelineConfig:
         """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
         field = self.text_field[0] if len(self.text_field) == 1 else self.text_field
-        corpus = {"paths": self.corpus, "format": self.format, "text_field": field}
+        corpus: dict[str, Any] = {"paths": self.corpus, "format": self.format, "text_field": field}
         if self.passages is not None:
-            corpus = {"paths": [str(output.parent / DOCUMENTS)]}
+            # the largest limit: a document that is cut has not the text by which its passages are found
+            corpus = {"paths": [str(output.parent / DOCUMENTS)], "max_document_mib": 512}
         settings = read_yaml_file(_SETTINGS)["prepare"] | {
             "output": str(output),
             "corpus": {"kind": "files"} | corpus,
@@ -207,12 +208,9 @@ class AdaptConfig(Strict):
         return TrainConfig.model_validate(settings)
 
 
-def write_documents(path: Path, documents: Iterable[str]) -> None:
-    """Writes documents as JSON Lines, unless the file holds them: `prepare` refuses one that was changed later."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    if not path.is_file() or path.read_text(encoding="utf-8") != lines:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, lines)
+def document_lines(documents: Iterable[str]) -> str:
+    """Documents as JSON Lines."""
+    return "".join(json.dumps({"text": text}) + "\n" for text in documents)
 
 
 class State(Strict):
@@ -267,8 +265,7 @@ class State(Strict):
         write_text(self._path, self.model_dump_json(indent=1) + "\n")
 
 
-@contextmanager
-def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
+def stored(config: AdaptConfig, output: Path) -> State:
     """The state of the folder, new or of an earlier start of the same adaptation.
 
     Raises:
@@ -288,8 +285,15 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
             f"--output {output}: holds an adaptation with another {', '.join(differing)}; name another folder"
         )
     state.config, state._path = config, path
+    return state
+
+
+@contextmanager
+def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
+    """The state of the folder (`stored`), which is written at the end."""
+    state = stored(config, output)
     try:
         yield state
     finally:
-        if path.is_file():  # not before the corpus is prepared: until then another one may be named
+        if (output / STATE).is_file():  # not before the corpus is prepared: until then another one may be named
             state.write()  # also after a failure: --minutes counts the time of all starts

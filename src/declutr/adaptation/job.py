@@ -96,7 +96,7 @@ def adapt(
 
     Args:
         encoder: folder or name of the encoder to start from, a transformer that reads 64 tokens or more.
-        corpus: files, folders or globs of documents; none with `passages`.
+        corpus: files, folders or globs of documents; [] with `passages`.
         output: folder of everything that is made.
         address: of a Ray cluster.
         settings: the others of `AdaptConfig`: passages, format, text_field, pairs, train_on_pairs, stsb,
@@ -223,9 +223,8 @@ class _Adaptation:
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
         start, encoder = self._scored(test, self.start), self.builder.load(chosen)
         values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        rows = self._rows(test, start, values) | {
-            (f"{chosen} + {IDF}", "hybrid"): self._scored(test, encoder, with_idf=True)
-        }
+        rows = self._rows(test, start, values)
+        rows[f"{chosen} + {IDF}", "hybrid"] = self._scored(test, encoder, with_idf=True)
         # by one measure: several would be several chances
         verdict = judge(start, values[chosen], self.primary, self.config.seed)
         examples = [] if self.config.private else search_examples(test, self.start, encoder)
@@ -281,7 +280,8 @@ class _Adaptation:
         if decided := self.config.steps or self.state.steps:
             self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
-        timed_ids = test.passages.ids[:_TIMED_PASSAGES]
+        ids = test.passages.ids if self.own is None else self.builder.first_passages(self.start)
+        timed_ids = ids[:_TIMED_PASSAGES]  # own ones are none if each document has one
         began = time.monotonic()
         self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began) / (1 + self.config.train_on_pairs)

@@ -223,7 +223,7 @@ def make_passages(
             "%d of %d passages that are scored have more than %d tokens: their ends are not read",
             cut, len(ids), lengths.passage,
         )  # fmt: skip
-    at = (np.array(values, np.int64) for values in (owners, starts, ends))
+    at = np.array(owners, np.int64), np.array(starts, np.int64), np.array(ends, np.int64)
     return Passages(texts, ids, *at, queries, np.array(targets, np.int64), number)
 
 
@@ -234,9 +234,10 @@ Piece = tuple[int, list[int], str]
 def _cut(engine: Tokenizer, body: str, lengths: Lengths) -> list[Piece]:
     """The beginnings of a document's windows."""
     encoded = engine.encode(body, add_special_tokens=False)
+    ids, offsets = encoded.ids, encoded.offsets  # once: each reading of them copies the whole document
     return [
-        (start, encoded.ids[start:end], body[encoded.offsets[start][0] : encoded.offsets[end - 1][1]])
-        for start in (lengths.window * number for number in range(len(encoded.ids) // lengths.window))
+        (start, ids[start:end], body[offsets[start][0] : offsets[end - 1][1]])
+        for start in (lengths.window * number for number in range(len(ids) // lengths.window))
         for end in (start + lengths.passage,)
     ]
 

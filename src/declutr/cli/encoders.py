@@ -16,7 +16,8 @@ _SHOWN_CHARACTERS = 200
 
 def _options(parser: Parser, arguments: list[str], join_fields: bool = True) -> dict[str, Any]:
     """The options that were set, by name; a single --text-field becomes a text, unless `join_fields` is False."""
-    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    given = vars(parser.parse_intermixed_args(arguments))  # CORPUS, which may be absent, also behind options
+    options = {name: value for name, value in given.items() if value is not None}
     if join_fields and len(options.get("text_field", ())) == 1:
         options["text_field"] = options["text_field"][0]
     return options
