@@ -301,7 +301,7 @@ def test_a_third_of_the_pairs_is_trained_on_and_no_query_of_the_others(encoder, 
     pairs, queries = read_test(file), {}
     for part in ("development", "test", "train"):
         queries[part] = {pairs.queries[place] for place in pairs.places(part, 0, train=True)}
-    trained = [json.loads(line) for line in (output / "pairs.jsonl").read_text().splitlines()]
+    trained = [json.loads(line) for line in (output / "training-pairs.jsonl").read_text().splitlines()]
     assert {pair["query"] for pair in trained} == queries["train"]
     assert load_manifest(output / "pairs").totals["kept_train"] == len(queries["train"])
     assert result.verdict.comparison.rows == pairs.part("test", 0, train=True).num_answers

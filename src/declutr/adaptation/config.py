@@ -29,7 +29,7 @@ HELD_OUT = 0.4  # so that 500 documents give the 100 test rows of an interval
 BATCH_DOCUMENTS = 64  # `batch_documents` of configs/adapt.yaml
 STATE = "state.json"
 ENCODER, REPORT = "encoder", "report.html"
-PAIRS_FILE, PAIRS_DATA = "pairs.jsonl", "pairs"
+PAIRS_FILE, PAIRS_DATA = "training-pairs.jsonl", "pairs"  # names of no file of the user: they are replaced
 """Names of the pairs that are trained on, in the output folder: as a file, and as shards."""
 DOCUMENTS = "documents-of-passages.jsonl"  # a name that no file of the user has, because it is replaced
 """Name of the documents of `--passages` in the output folder, and of those of a fold in its folder."""
