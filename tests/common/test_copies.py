@@ -217,8 +217,6 @@ def test_copy_counts_files_and_bytes(sent, tmp_path, capsys):
     [
         (["copy", "here", "there"], ("neither is an address", "cp -r")),
         (["copy", "s3://bucket/a", "gs://bucket/b"], ("both are addresses", "copy to a folder")),
-        (["push", "here", "s3://bucket/a"], "declutr copy FOLDER ADDRESS"),
-        (["pull", "s3://bucket/a", "here"], "declutr copy ADDRESS FOLDER"),
     ],
 )
 def test_a_direction_that_is_none_is_refused(capsys, arguments, problem):

@@ -44,6 +44,7 @@ def test_huge_sets_stay_one_to_one_and_inside(seed, size, items):
     assert len(np.unique(image)) == len(items)
     assert image.min() >= 0
     assert image.max() < size
+    assert (permute(seed, np.zeros(len(items), np.int64), image, size, inverse=True) == items).all()
 
 
 def test_epochs_and_seeds_differ():

@@ -9,6 +9,7 @@ from messages import all_of
 from sklearn.model_selection import StratifiedKFold
 from torch import nn
 
+from declutr.common.storage import hash_json
 from declutr.evaluation.senteval.classifier import examples, fit_many
 from declutr.evaluation.senteval.features import BlockBuffer, TrainingSet, hold_out, orders, stratified_folds, table
 from declutr.evaluation.senteval.network import ClassifierConfig
@@ -138,6 +139,7 @@ def test_presets_are_the_published_ones():
     assert (official.rate, quick.rate, official.max_epoch) == (1e-3, 1e-2, 200)
     snli = official.for_snli()
     assert (snli.decays, snli.max_epoch, snli.epoch_size) == ((1e-9,), 15, 1)
+    assert hash_json(official.identity())[:16] == "91a9bb18f12d99c8", "scores of earlier versions are kept by it"
 
 
 @pytest.mark.parametrize(
