@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from adapting import WORDS, corpus
 from messages import all_of, says
 from pages import checked
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
-from volumes import small_volume
 
 from declutr.adaptation import scores as adaptation_scores
 from declutr.adaptation.candidates import (
     CLOSED,
-    FOLDS,
     ORDER,
     TRAINED,
     CandidateBuilder,
@@ -28,7 +27,7 @@ from declutr.adaptation.candidates import (
 )
 from declutr.adaptation.config import AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
-from declutr.adaptation.passages import _select, all_documents, held_out_documents, make_passages
+from declutr.adaptation.passages import _select, held_out_documents, make_passages
 from declutr.cli.main import main
 from declutr.common.bootstrap import grouped
 from declutr.common.config import load_config
@@ -43,31 +42,8 @@ from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.pipeline.tokenizer.tokenization import fingerprint, train_tokenizer
+from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.model.behind import Normalize
-
-WORDS = [f"word{number}" for number in range(300)]
-
-
-def corpus(path, count, words=160):
-    """Documents that each use a few words of their own."""
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(rng.choice(WORDS, 25), words)) for _ in range(count)]
-    rows = [{"text": f"# Heading of document {number}\n{text}"} for number, text in enumerate(texts)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    """A folder with a tiny encoder with random weights."""
-    folder = tmp_path_factory.mktemp("encoder")
-    train_tokenizer([" ".join(WORDS)] * 20, 1000).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
-    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=100, **shape)).save_pretrained(folder)
-    return folder
-
 
 PROMPTS = {"query": "search: ", "document": "text: "}
 
@@ -141,24 +117,6 @@ def test_adapt_without_steps_tries_the_closed_form_alone(encoder, tmp_path):
     assert not any(str(place) in text for text in texts for place in (tmp_path, encoder)), "others may get it"
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.usefixtures("session")
-def test_a_full_disk_is_told_and_the_same_command_continues(encoder, tmp_path):
-    documents = corpus(tmp_path / "documents.jsonl", 120)
-    with small_volume(tmp_path / "disk", 16) as volume:
-        documents = shutil.copy(documents, volume.path)
-        output = volume.path / "adapted"
-        result = adapt(encoder, documents, output, steps=0)
-        judged_by_folds(encoder, output, result, CLOSED)
-        shutil.rmtree(output / "folds")
-        volume.fill(leave_bytes=0)
-        with pytest.raises(UsageError, match=all_of("--output", "No space left", "same command")):
-            adapt(encoder, documents, output, steps=0)
-        volume.drain()
-        assert adapt(encoder, documents, output, steps=0).sentence == result.sentence
-
-
 def place_of(config, output, name):
     return CandidateBuilder(config, output / "data", output / "candidates").place(name)
 
@@ -187,43 +145,6 @@ def keeps_the_encoder_that_is_better(config, output, result):
                 assert load_transformer(str(output / "encoder")).fingerprint == trained.fingerprint
             else:
                 assert not (output / "encoder").exists()
-
-
-def judged_by_folds(encoder, output, result, name):
-    """The scores are those of fits on all documents but those of the fold."""
-    config = AdaptConfig(encoder=str(encoder), corpus=[str(output.parent / "documents.jsonl")])
-    texts, start = all_documents(config.prepare_config(output / "data").corpus, output / "data"), []
-    tokenizer, values = load_transformer(str(encoder)).tokenizer, []
-    for fold in range(FOLDS):
-        own, folder = texts[fold::FOLDS], output / "folds" / str(fold)
-        shards = ShardSet(folder / "data", "train")
-        ids = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
-        assert ids == {document_id(normalise(text).encode()) for text in texts if text not in own}
-        fitted = load_transformer(str(place_of(config, folder, name)))
-        test = adaptation_scores.TestSet(make_passages(own, tokenizer))
-        values.append(test.encoder(fitted))
-        start.append(test.encoder(load_transformer(str(encoder))))
-    baselines, hybrid = ["start", "BM25", "IDF cosine", "start + IDF cosine"], f"{name} + IDF cosine"
-    assert [row.name for row in result.rows] == [*baselines, name, hybrid]
-    scores = {row.name: row.scores["distant"] for row in result.rows}
-    for row, parts in (("start", start), (name, values)):
-        expected = np.nanmean(adaptation_scores.merged(parts)["distant"])
-        assert scores[row] == pytest.approx(expected, abs=1e-6)
-    assert result.verdict.comparison.rows == len(texts)
-    assert result.chosen == name
-    says(result.sentence, name, "five fits")
-    assert (output / "encoder").exists() == (result.verdict.outcome == "better")
-
-
-@pytest.mark.ray
-@pytest.mark.nightly
-@pytest.mark.usefixtures("session")
-def test_training_on_few_documents_is_judged_by_fits_that_never_saw_the_documents(encoder, tmp_path):
-    documents, output = corpus(tmp_path / "documents.jsonl", 82), tmp_path / "adapted"
-    result = adapt(encoder, documents, output, steps=20)
-    judged_by_folds(encoder, output, result, TRAINED)
-    assert (again := adapt(encoder, documents, output, steps=20)).sentence == result.sentence
-    assert again.looks == 1
 
 
 def strict_json(path):
