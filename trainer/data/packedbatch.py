@@ -132,7 +132,7 @@ class TokenTable:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The table after `move` of each tensor, for example to page-locked memory."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.rearranged(move) if isinstance(value, TokenRates) else move(value)
             for name, value in vars(self).items()
             if value is not None
