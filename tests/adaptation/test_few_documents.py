@@ -45,6 +45,13 @@ def judged_by_folds(encoder, output, result, name):
     assert result.verdict.comparison.rows == len(texts)
     assert result.chosen == name
     says(result.sentence, name, "five fits")
+    better = result.verdict.outcome == "better"
+    assert ("one fit on all" in result.sentence) == better
+    assert (
+        len(texts) - FOLDS
+        <= result.facts["training_documents"] * (1 if better else FOLDS / (FOLDS - 1))
+        <= len(texts) + 1
+    )
     assert (output / "encoder").exists() == (result.verdict.outcome == "better")
 
 

@@ -9,6 +9,7 @@ Legend: S spans, D embedding size.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ _STEP_COST = 3.75
 """Time of a step relative to the embedding of as many tokens: the backward, and the update."""
 _LOAD_SECONDS = 60.0
 """Seconds that a start of the training takes beside its steps, with room for a slow machine."""
-_BLOCK_DOCUMENTS = 256
+_BLOCK_DOCUMENTS, _TIMED_PASSAGES = 256, 512
 FOLDS = 5
 """Parts of a small corpus, each of which is scored by a fit on the others."""
 
@@ -177,11 +178,15 @@ class CandidateBuilder:
             prepare(config.prepare_config(data, self.address, held_out=0))
         return CandidateBuilder(config, data, folder / "candidates", self.address)
 
-    def first_passages(self, start: TransformerEncoder) -> list[list[int]]:
-        """Token ids of passages of the first training documents."""
+    def tokens_per_second(self, start: TransformerEncoder) -> float:
+        """Speed of the start on this machine, by passages of the first training documents."""
         split, vocabulary = ShardSet(self.data, "train"), vocabulary_of(start.tokenizer, document_prompt(start))
         documents = split.take(np.arange(min(split.num_documents, _BLOCK_DOCUMENTS)))
-        return passage_ids(documents, self.config.passage_tokens, vocabulary)[0]
+        rows = passage_ids(documents, self.config.passage_tokens, vocabulary)[0][:_TIMED_PASSAGES]
+        start.embed_ids(rows[:32])  # the first forward of a process is slow
+        began = time.monotonic()
+        start.embed_ids(rows)
+        return sum(map(len, rows)) / max(1e-3, time.monotonic() - began)
 
     def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
         """Makes a candidate of the training documents, unless it exists."""

@@ -56,6 +56,8 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"; lower one of them or use longer documents": "; use longer documents, or join short ones",
     r"(?: and|,) `filters`": "",
     r"output = ": "--output ",
+    r", or allow more with max_error_rate=[\d.]+; the same command then ends at once": "",
+    r"more than max_error_rate = [\d.]+": "more than 1%",
 }
 """Patterns in messages of a preparation, and the words of this command for them."""
 
@@ -64,7 +66,7 @@ def as_options(message: str) -> str:
     """A message of `prepare` with options of `adapt` in place of settings."""
     for pattern, words in _OPTIONS.items():
         message = re.sub(pattern, words, message)
-    return message.replace("CORPUS :", "CORPUS:")  # of `corpus.paths:`, which names no value
+    return re.sub(r"CORPUS (?=[:,])", "CORPUS", message)  # of `corpus.paths:`, which names no value
 
 
 @contextmanager

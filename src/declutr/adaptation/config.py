@@ -276,7 +276,8 @@ def stored(config: AdaptConfig, output: Path) -> State:
         state = State.model_validate_json(path.read_bytes()) if path.is_file() else State(config=config)
     except ValidationError as error:
         raise UsageError(
-            f"{path} is damaged: delete it and the folders candidates and encoder, and the same command begins again"
+            f"{path} is damaged: delete it and the folders candidates, folds and encoder, and the same command begins "
+            "again"
         ) from error
     free = {"minutes": config.minutes, "stsb": config.stsb, "private": config.private}  # a later start may have others
     before, after = state.config.model_copy(update=free).model_dump(), config.model_dump()

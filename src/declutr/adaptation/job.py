@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -74,11 +73,11 @@ from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.model.language_model import prompt_ids
 
 _START, _START_IDF = "start", f"start + {IDF}"
-_TIMED_PASSAGES = 512
 T = TypeVar("T")
 Rows = dict[tuple[str, Kind], Values]
 """Values by name and kind of the row, the start's first."""
-_FITS = "; five fits, each on four fifths of the documents, were judged, and the encoder is one fit on all of them"
+_FITS = "; five fits, each on four fifths of the documents, were judged"
+_KEPT_FIT = ", and the encoder is one fit on all of them"
 
 
 def adapt(
@@ -178,7 +177,8 @@ class _Adaptation:
             manifest = prepare(self.preparation)
         self.state.write(start=self.start.fingerprint)  # until here another corpus may be named
         self._say(summary(manifest, str(self.output / "data")))
-        if self.sets["test"].num_rows(self.primary) < MIN_ROWS:
+        # with pairs, both halves have enough answers, or the closed form alone is tried
+        if self.pairs is None and min(test.num_rows(self.primary) for test in self.sets.values()) < MIN_ROWS:
             return self._few()
         self._say(f"{self.primary} chooses and judges: {MEANING[self.primary]}")
         return self._chosen_and_judged(self.sets["development"], self.sets["test"])
@@ -261,14 +261,14 @@ class _Adaptation:
     def _baselines(self, test: TestSet) -> dict[str, Values]:
         return {**test.lexical(), _START_IDF: test.encoder(self.start, with_idf=True)}
 
-    def _steps(self, test: TestSet, of_fold: int = 0) -> int:
-        """Steps for which there is time, decided once; 0 if nothing could choose or be trained.
+    def _steps(self, test: TestSet | None, of_fold: int = 0) -> int:
+        """Steps for which there is time, decided once; 0 if nothing could choose by the rows of `test`, or be trained.
 
         With the number of documents that each of five fits trains on, the time is that of these and of the last fit.
         """
         documents, fits = of_fold or ShardSet(self.builder.data, "train").num_documents, FOLDS + 1 if of_fold else 1
         few = None
-        if not of_fold and (rows := test.num_rows(self.primary)) < MIN_ROWS:
+        if test and (rows := test.num_rows(self.primary)) < MIN_ROWS:
             few = f"{rows} development {self.rows}, and a choice needs {MIN_ROWS}"
         elif documents < BATCH_DOCUMENTS:
             few = f"{documents} training documents, and a step takes {BATCH_DOCUMENTS}"
@@ -280,11 +280,7 @@ class _Adaptation:
         if decided := self.config.steps or self.state.steps:
             self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
-        ids = test.passages.ids if self.own is None else self.builder.first_passages(self.start)
-        timed_ids = ids[:_TIMED_PASSAGES]  # own ones are none if each document has one
-        began = time.monotonic()
-        self.start.embed_ids(timed_ids)  # the speed of this machine, before anything is trained
-        rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began) / (1 + self.config.train_on_pairs)
+        rate = self.builder.tokens_per_second(self.start) / (1 + self.config.train_on_pairs)
         steps = steps_within(self.state.seconds_left / fits, rate, documents, self.config.lengths.window)
         self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
@@ -299,13 +295,15 @@ class _Adaptation:
         which its key decides, so chance. There is no choice: rows that choose would be too few.
         """
         documents = all_documents(self.preparation.corpus, self.output / "data", self.config.lengths)
+        if (kept := load_manifest(self.output / "data").totals["kept"]) > len(documents):
+            get_logger().warning("%d of %d documents are used: the long ones, and some others", len(documents), kept)
         tests = [*self._tests({fold: documents[fold::FOLDS] for fold in range(FOLDS)}).values()]
         counts = {measure: sum(test.num_rows(measure) for test in tests) for measure in (SENTENCES, DISTANT)}
         self.primary = SENTENCES if counts[SENTENCES] >= MIN_FOLDED else DISTANT
         if counts[self.primary] < 10:
             nothing = Comparison(math.nan, math.nan, counts[self.primary], None)
             return self._finish(Verdict("too few documents to tell", nothing, MIN_FOLDED), CLOSED, None, [], 1, [])
-        steps = self._steps(tests[0], len(documents) - math.ceil(len(documents) / FOLDS))
+        steps = self._steps(None, len(documents) - math.ceil(len(documents) / FOLDS))
         name = TRAINED if steps else CLOSED
         self._say(
             f"{len(documents):,} documents: too few for a test of their own; {self.primary} judges ({name}) by five "
@@ -316,7 +314,8 @@ class _Adaptation:
         for fold, test in enumerate(tests):
             self._say(f"fit {fold + 1} of {FOLDS}")
             others = [text for number, text in enumerate(documents) if number % FOLDS != fold]
-            encoder = self._fit(str(fold), others, name, steps).load(name)
+            self.builder = self._fit(str(fold), others, name, steps)
+            encoder = self.builder.load(name)
             rows = self._rows(test, self._scored(test, self.start), {name: self._scored(test, encoder)})
             folds.append(rows | {(f"{name} + {IDF}", "hybrid"): self._scored(test, encoder, with_idf=True)})
         rows = {row: merged([fold[row] for fold in folds]) for row in folds[0]}
@@ -324,8 +323,8 @@ class _Adaptation:
         if better := verdict.outcome == "better":
             self._say("the fit on all documents")
             self.builder = self._fit("all", documents, name, steps)
-        fitted = self.builder.load(name) if better else None
-        return self._finish(verdict, name, fitted, self._table(rows, MIN_FOLDED), looks, [], _FITS)
+        fitted, fits = (self.builder.load(name), _FITS + _KEPT_FIT) if better else (None, _FITS)
+        return self._finish(verdict, name, fitted, self._table(rows, MIN_FOLDED), looks, [], fits)
 
     def _fit(self, fold: str, documents: Sequence[str], name: str, steps: int) -> CandidateBuilder:
         """A candidate of some of the documents, in a folder of their own."""
@@ -370,6 +369,7 @@ class _Adaptation:
             encoder=place if better else None,
             examples=examples,
             facts=facts,
+            folded=bool(fits),
         )
         if encoder is not None and better:
             with atomic_folder(place, replace=True) as aside:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.adaptation.candidates import CLOSED
 from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared, moved
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
@@ -106,6 +107,8 @@ class Result:
     """Passages whose nearest passage changed."""
     facts: dict[str, float] = field(default_factory=dict)
     """Numbers of documents, of those trained on, of steps and seconds."""
+    folded: bool = False
+    """Whether five fits were judged, each on the documents that it left out."""
 
     @property
     def measures(self) -> list[str]:
@@ -118,6 +121,8 @@ class Result:
 
     def held_out(self) -> str:
         """Says which rows were scored: those that neither trained nor chose."""
+        if self.folded:
+            return "on documents from which the fit that was judged did not learn; the encoder learned from all"
         if self.primary != PAIRS:
             return "on documents from which it did not learn"
         return (
@@ -206,7 +211,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         scores=f"{result.sentence}.{warning}\n\n{table}\n\nPercent, {result.held_out()}.\n{meanings}\n\n"
         f"{result.general}",
         data=f"{result.facts['documents']:,.0f} documents, of which {result.facts['training_documents']:,.0f} were "
-        f"trained on; {result.facts['steps']:,.0f} steps.",
+        f"trained on; {0 if result.chosen == CLOSED else result.facts['steps']:,.0f} steps.",
         settings=config.model_dump(mode="json"),
         pooling=pooling,
         layers=len(encoder.after) > 0,

@@ -238,3 +238,5 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, RecursionError) as error:
         kind = "CSV" if path.suffix in _CSV else "JSON Lines"
         raise DataError(f"{path}: is not {kind} in UTF-8 ({error})") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
