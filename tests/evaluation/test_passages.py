@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from folders import encoder_folder, jsonl
+from folders import encoder_folder, jsonl, static_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
 from officefiles import KINDS, document
 from processes import environment, until
+from tokenizers import Tokenizer
 
 import declutr
 from declutr.cli.main import main
@@ -98,6 +99,17 @@ def test_headings_are_those_above_and_comments_of_code_are_none(encoder):
     assert ("## Cooling", "Engines") in above
     assert ("Parts", "") in above
     assert {heading for _, heading in above} == {"", "Engines", "Engines > Cooling"}
+
+
+def test_passages_of_a_table_whose_tokenizer_cuts_are_no_longer_than_it_reads(tmp_path):
+    folder = static_folder(tmp_path / "table", {"word": [1.0, 2.0]})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(10)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = " ".join(["word"] * 300)
+    lengths = [len(text[passage.start : passage.end].split()) for passage in parts(load_encoder(folder), text)]
+    assert sum(lengths) == 300
+    assert max(lengths) <= 10
 
 
 def write_pages(folder):
