@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from encoderfiles import BERT, keys
 from folders import TEXTS, encoder_folder
 from messages import says
 from tokenizers import Tokenizer
@@ -17,7 +18,7 @@ from declutr.common.storage import hash_file, read_json
 from declutr.encoders.exported import SETTINGS
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
-from declutr.evaluation.export.job import MEASUREMENT
+from declutr.evaluation.export.job import MEASUREMENT, write_static
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
 pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
@@ -127,6 +128,15 @@ def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     first = (output / "model.safetensors").read_bytes()
     assert export(folder, tmp_path / "again", "static", *more) == 0
     assert (tmp_path / "again/model.safetensors").read_bytes() == first
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_table_of_an_uncased_encoder_is_uncased_also_if_it_cuts_its_embeddings(tmp_path, size):
+    folder = encoder_folder(tmp_path / "encoder", truncate_dim=size)
+    keys(BERT, do_lower_case=True)(folder)
+    words = " ".join(f"Word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8))
+    write_static(load_encoder(str(folder)), [words] * 2, tmp_path, 200, 8)
+    assert "W" not in Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
 
 
 @pytest.mark.parametrize("damage", ["model.onnx", "tokenizer.json", "declutr_onnx.json"])

@@ -149,7 +149,7 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
         query_prompt=options.query_prompt,
         document_prompt=options.document_prompt,
     )
-    if options.pooling and not hasattr(encoder, "encoder"):
+    if options.pooling and not hasattr(getattr(encoder, "whole", encoder), "encoder"):
         raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on it; remove it")
     return encoder
 
@@ -303,7 +303,9 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
         if unused := getattr(encoder, "unused", ()):
             _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
         variants = with_cuts(encoder, sizes_of(encoder, options.sizes))
-        of_sizes = [evaluate(variant, inspections, choice, options.output, session, _say) for variant in variants]
+        of_sizes = [
+            evaluate(variant, inspections, choice, options.output, session, _say, whole=encoder) for variant in variants
+        ]
         if options.pretrained:
             of_sizes = [replace(scored, pretrained=options.pretrained) for scored in of_sizes]
         evaluated.extend(of_sizes)
