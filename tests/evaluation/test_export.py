@@ -1,5 +1,6 @@
 """Exports load without this project, give the embeddings of the encoder, and carry their measurement."""
 
+import gzip
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from declutr.common.storage import hash_file, read_json
 from declutr.encoders.exported import SETTINGS
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
+from declutr.evaluation.export.inputs import ExportConfig, read_inputs
 from declutr.evaluation.export.job import MEASUREMENT, write_static
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
@@ -202,6 +204,15 @@ def test_settings_that_an_export_has_fixed_are_refused(tmp_path, option):
     (tmp_path / "declutr_onnx.json").write_text("{}")
     with pytest.raises(EncoderError, match="export again"):
         load_encoder(str(tmp_path), **{option: 8 if option == "max_tokens" else "cls"})
+
+
+def test_a_corpus_of_one_compressed_file_is_cut_within_it(tmp_path, monkeypatch):
+    (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(b"a text of ten words and more, which is repeated\n" * 50))
+    config = {"model": "hashed-words:8", "to": "static", "output": tmp_path / "out"}
+    config = ExportConfig(corpus=[str(tmp_path / "corpus.txt.gz")], **config)
+    assert read_inputs(config).corpus_facts == {"read": 50, "skipped": {}, "cut": False}
+    monkeypatch.setattr("declutr.evaluation.export.inputs._CORPUS_CHARACTERS", 100)
+    assert read_inputs(config).corpus_facts == {"read": 3, "skipped": {}, "cut": True}
 
 
 @pytest.mark.slow
