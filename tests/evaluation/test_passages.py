@@ -238,6 +238,8 @@ def test_a_searcher_answers_threads_and_refuses_what_the_command_refuses(tmp_pat
         (lambda: declutr.evaluate(model), ("data", "pairs")),
         (lambda: declutr.evaluate(model, pair="x"), ("pair: unknown key", "pairs")),
         (lambda: declutr.evaluate(model, data="x", protocol="y"), ("protocol", "senteval")),
+        (lambda: declutr.evaluate(model, data=""), ("data", "empty path", "name a file or a folder")),
+        (lambda: declutr.evaluate(model, pairs="$NOT_SET/x"), ("pairs", "$NOT_SET", "is not set")),
         (lambda: declutr.export(model, tmp_path / "b", to="x"), ("to = 'x'", "onnx")),
     ):
         with pytest.raises(declutr.DeclutrError, match=all_of(*words)):

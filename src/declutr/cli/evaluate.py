@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
 from declutr.common.errors import ConfigError, DataError, EncoderError, UsageError, missing_extra, suggest
-from declutr.common.paths import listed, path_argument
+from declutr.common.paths import expand, listed, path_argument
 
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
@@ -68,7 +68,10 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     values = {name: action.default for name, action in actions.items()}
     for name, value in settings.items():
         is_path = value is not None and actions[name].type is path_argument
-        values[name] = path_argument(str(value)) if is_path else value
+        try:
+            values[name] = expand(str(value)) if is_path else value
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from error
     options = argparse.Namespace(encoders=listed(encoders), **values)
     began = time.time_ns()
     if _evaluate(options):
