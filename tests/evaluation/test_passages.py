@@ -246,7 +246,10 @@ def test_a_searcher_answers_threads_and_refuses_what_the_command_refuses(tmp_pat
             call()
 
 
-def test_evaluate_in_python_returns_what_the_command_writes(tmp_path, model, capsys):
+def test_evaluate_in_python_returns_what_the_command_writes(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.setattr("time.time_ns", lambda: 2**62)  # the clock of a server that holds the files is behind
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "mteb.json").write_text('{"of": "an earlier call"}')
     pairs = [{"query": f"boat {number}", "text": f"A boat with the number {number}."} for number in range(30)]
     path = jsonl(tmp_path / "pairs.jsonl", pairs)
     figures = declutr.evaluate(model, pairs=path, output=tmp_path / "scores")

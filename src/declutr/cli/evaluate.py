@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -73,13 +72,18 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from error
     options = argparse.Namespace(encoders=listed(encoders), **values)
-    began = time.time_ns()
+    before = _file_states(options.output)
     if _evaluate(options):
         raise UsageError("evaluate: not everything was scored; standard error says why")
-    files = {name: options.output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")}
     # the others are of earlier calls
-    fresh = {name: path for name, path in files.items() if path.is_file() and path.stat().st_mtime_ns >= began}
-    return {name: json.loads(path.read_text()) for name, path in fresh.items()}
+    fresh = [path for path, state in _file_states(options.output).items() if before.get(path) != state]
+    return {path.stem: json.loads(path.read_text()) for path in fresh}
+
+
+def _file_states(output: Path) -> dict[Path, tuple[int, int]]:
+    """Inode and time of each file of scores; compared with earlier ones, because a server has a clock of its own."""
+    paths = [output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.is_file()}
 
 
 def _evaluate(options: argparse.Namespace) -> int:
