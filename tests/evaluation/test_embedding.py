@@ -236,6 +236,23 @@ def test_embed_of_an_output_in_use_is_refused(texts, tmp_path, capsys):
     assert not parts.exists()
 
 
+def test_parts_that_a_finished_job_could_not_remove_are_removed_by_the_next_call(texts, tmp_path):
+    output, parts = tmp_path / "out.npy", tmp_path / ".out.npy.parts"
+    command = ["embed", MODEL, str(texts), "--output", str(output)]
+    (tmp_path / "disk").mkdir()
+    parts.symlink_to(tmp_path / "disk")  # which no `rmtree` removes
+    assert main(command) == 0
+    parts.unlink()
+    (tmp_path / "disk").rename(parts)
+    assert (parts / "00000.json").is_file()
+    assert main(command) == 0
+    assert not parts.exists()
+    parts.mkdir()
+    (parts / "00000.json").touch()  # after the note: of another job, which was killed
+    assert main(command) == 0
+    assert (parts / "00000.json").exists()
+
+
 KILLED_BEFORE = """
 import os, sys
 from declutr.cli.main import main

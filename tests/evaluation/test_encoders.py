@@ -86,7 +86,7 @@ def test_a_plain_transformers_folder_is_pooled_by_its_mean(folder, tmp_path):
 
 def test_a_missing_encoder_is_named(tmp_path):
     (tmp_path / "words.vec").write_text("cat 1 2")
-    for name in (str(tmp_path), "no/such model", "hashed-words:many", str(tmp_path / "words.vec")):
+    for name in (str(tmp_path), "no/such model", "hashed-words:many", "hashed-words:²", str(tmp_path / "words.vec")):
         with pytest.raises(EncoderError, match=r"cannot be|hashed-words:300|is no encoder|words\.vec is a file"):
             load_encoder(name)
 

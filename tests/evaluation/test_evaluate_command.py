@@ -81,6 +81,15 @@ def test_sizes_are_rows_of_the_table_and_texts_are_embedded_once(folder, tmp_pat
     assert [one["encoder"] for one in told] == [str(model)]
 
 
+def test_encoder_that_cuts_its_embeddings_takes_a_pooling_and_is_embedded_once(folder, tmp_path, capsys):
+    model, output = encoder_folder(tmp_path / "model", truncate_dim=16), tmp_path / "out"
+    assert evaluate(folder, output, str(model), "--pooling", "cls", "--sizes", "8", tasks=TASKS) == 0
+    scores = json.loads((output / "scores.json").read_text())["encoders"]
+    assert [row["encoder"] for row in scores] == [f"{model} [16] [8]", f"{model} [16]"]
+    assert capsys.readouterr().out.count(": embedded ") == 1
+    assert not any(path.is_file() for path in (output / "embeddings").rglob("*"))
+
+
 def test_encoder_that_cannot_be_scored_is_named_once_and_the_rest_scored(folder, tmp_path, capsys):
     broken = encoder_folder(tmp_path / "broken")
     weights = broken / "model.safetensors"

@@ -1,5 +1,6 @@
 """Exports load without this project, give the embeddings of the encoder, and carry their measurement."""
 
+import gzip
 import json
 import os
 import sys
@@ -7,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from encoderfiles import BERT, keys
 from folders import TEXTS, encoder_folder
 from messages import says
 from tokenizers import Tokenizer
@@ -17,7 +19,8 @@ from declutr.common.storage import hash_file, read_json
 from declutr.encoders.exported import SETTINGS
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
-from declutr.evaluation.export.job import MEASUREMENT
+from declutr.evaluation.export.inputs import ExportConfig, read_inputs
+from declutr.evaluation.export.job import MEASUREMENT, write_static
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
 pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
@@ -129,6 +132,15 @@ def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     assert (tmp_path / "again/model.safetensors").read_bytes() == first
 
 
+@pytest.mark.parametrize("size", [8, 32])
+def test_table_of_an_uncased_encoder_is_uncased_also_if_it_cuts_its_embeddings(tmp_path, size):
+    folder = encoder_folder(tmp_path / "encoder", truncate_dim=size)
+    keys(BERT, do_lower_case=True)(folder)
+    words = " ".join(f"Word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8))
+    write_static(load_encoder(str(folder)), [words] * 2, tmp_path, 200, 8)
+    assert "W" not in Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
+
+
 @pytest.mark.parametrize("damage", ["model.onnx", "tokenizer.json", "declutr_onnx.json"])
 def test_damaged_graph_is_named(tmp_path, damage):
     for name in ("model.onnx", "tokenizer.json"):
@@ -192,6 +204,15 @@ def test_settings_that_an_export_has_fixed_are_refused(tmp_path, option):
     (tmp_path / "declutr_onnx.json").write_text("{}")
     with pytest.raises(EncoderError, match="export again"):
         load_encoder(str(tmp_path), **{option: 8 if option == "max_tokens" else "cls"})
+
+
+def test_a_corpus_of_one_compressed_file_is_cut_within_it(tmp_path, monkeypatch):
+    (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(b"a text of ten words and more, which is repeated\n" * 50))
+    config = {"model": "hashed-words:8", "to": "static", "output": tmp_path / "out"}
+    config = ExportConfig(corpus=[str(tmp_path / "corpus.txt.gz")], **config)
+    assert read_inputs(config).corpus_facts == {"read": 50, "skipped": {}, "cut": False}
+    monkeypatch.setattr("declutr.evaluation.export.inputs._CORPUS_CHARACTERS", 100)
+    assert read_inputs(config).corpus_facts == {"read": 3, "skipped": {}, "cut": True}
 
 
 @pytest.mark.slow

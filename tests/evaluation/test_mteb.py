@@ -71,3 +71,12 @@ def test_evaluate_of_an_mteb_task_writes_its_score(tmp_path, task, capsys):
     assert capsys.readouterr().err.count("not scored:") == 1
     assert main(["evaluate", "hashed-words:8", "--mteb", "STSBenchmrk"]) == 1
     says(capsys.readouterr().err, "Did you mean", "'STSBenchmark'")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_revision_by_which_mteb_finds_results_is_of_the_precision_too(model):
+    from declutr.evaluation.mteb import MtebEncoder
+
+    exact, half = (load_encoder(model, device="cpu", precision=precision) for precision in ("fp32", "bf16"))
+    assert MtebEncoder(exact).mteb_model_meta.revision == exact.fingerprint[:16], "earlier results are found"
+    assert MtebEncoder(half).mteb_model_meta.revision != exact.fingerprint[:16]

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from folders import encoder_folder, jsonl
+from folders import encoder_folder, jsonl, static_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
 from officefiles import KINDS, document
 from processes import environment, until
+from tokenizers import Tokenizer
 
 import declutr
 from declutr.cli.main import main
@@ -98,6 +99,17 @@ def test_headings_are_those_above_and_comments_of_code_are_none(encoder):
     assert ("## Cooling", "Engines") in above
     assert ("Parts", "") in above
     assert {heading for _, heading in above} == {"", "Engines", "Engines > Cooling"}
+
+
+def test_passages_of_a_table_whose_tokenizer_cuts_are_no_longer_than_it_reads(tmp_path):
+    folder = static_folder(tmp_path / "table", {"word": [1.0, 2.0]})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(10)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = " ".join(["word"] * 300)
+    lengths = [len(text[passage.start : passage.end].split()) for passage in parts(load_encoder(folder), text)]
+    assert sum(lengths) == 300
+    assert max(lengths) <= 10
 
 
 def write_pages(folder):
@@ -226,13 +238,18 @@ def test_a_searcher_answers_threads_and_refuses_what_the_command_refuses(tmp_pat
         (lambda: declutr.evaluate(model), ("data", "pairs")),
         (lambda: declutr.evaluate(model, pair="x"), ("pair: unknown key", "pairs")),
         (lambda: declutr.evaluate(model, data="x", protocol="y"), ("protocol", "senteval")),
+        (lambda: declutr.evaluate(model, data=""), ("data", "empty path", "name a file or a folder")),
+        (lambda: declutr.evaluate(model, pairs="$NOT_SET/x"), ("pairs", "$NOT_SET", "is not set")),
         (lambda: declutr.export(model, tmp_path / "b", to="x"), ("to = 'x'", "onnx")),
     ):
         with pytest.raises(declutr.DeclutrError, match=all_of(*words)):
             call()
 
 
-def test_evaluate_in_python_returns_what_the_command_writes(tmp_path, model, capsys):
+def test_evaluate_in_python_returns_what_the_command_writes(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.setattr("time.time_ns", lambda: 2**62)  # the clock of a server that holds the files is behind
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "mteb.json").write_text('{"of": "an earlier call"}')
     pairs = [{"query": f"boat {number}", "text": f"A boat with the number {number}."} for number in range(30)]
     path = jsonl(tmp_path / "pairs.jsonl", pairs)
     figures = declutr.evaluate(model, pairs=path, output=tmp_path / "scores")

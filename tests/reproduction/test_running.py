@@ -316,6 +316,14 @@ def test_warnings_of_a_scoring_stand_with_the_results(encoders, tmp_path):
             path.unlink()
 
 
+def test_an_encoder_that_cannot_be_loaded_stops_no_other_run(encoders, tmp_path, capsys):
+    names = yaml.safe_load(encoders.read_text())["encoders"]
+    copy = changed(encoders, "gone", encoders={"none": {"name": str(tmp_path / "none")}, "mean": names["mean"]})
+    assert "1 of 2 runs failed, the others are scored: none, seed 0" in refusal(capsys, *arguments(copy, tmp_path))
+    part = results(tmp_path / "gone-tiny")
+    assert (list(part["failed"]), set(part["numbers"]["mean"])) == (["none, seed 0"], {"mean"})
+
+
 def test_data_other_than_the_published_ones_are_refused_before_the_work(encoders, tmp_path, capsys):
     message = refusal(capsys, *arguments(encoders, tmp_path, checked=True))
     assert "2 of 2 tasks cannot be scored" in message

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
 from declutr.common.errors import ConfigError, DataError, EncoderError, UsageError, missing_extra, suggest
-from declutr.common.paths import listed, path_argument
+from declutr.common.paths import expand, listed, path_argument
 
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
@@ -68,15 +67,23 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     values = {name: action.default for name, action in actions.items()}
     for name, value in settings.items():
         is_path = value is not None and actions[name].type is path_argument
-        values[name] = path_argument(str(value)) if is_path else value
+        try:
+            values[name] = expand(str(value)) if is_path else value
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from error
     options = argparse.Namespace(encoders=listed(encoders), **values)
-    began = time.time_ns()
+    before = _file_states(options.output)
     if _evaluate(options):
         raise UsageError("evaluate: not everything was scored; standard error says why")
-    files = {name: options.output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")}
     # the others are of earlier calls
-    fresh = {name: path for name, path in files.items() if path.is_file() and path.stat().st_mtime_ns >= began}
-    return {name: json.loads(path.read_text()) for name, path in fresh.items()}
+    fresh = [path for path, state in _file_states(options.output).items() if before.get(path) != state]
+    return {path.stem: json.loads(path.read_text()) for path in fresh}
+
+
+def _file_states(output: Path) -> dict[Path, tuple[int, int]]:
+    """Inode and time of each file of scores; compared with earlier ones, because a server has a clock of its own."""
+    paths = [output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.is_file()}
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -149,7 +156,7 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
         query_prompt=options.query_prompt,
         document_prompt=options.document_prompt,
     )
-    if options.pooling and not hasattr(encoder, "encoder"):
+    if options.pooling and not hasattr(getattr(encoder, "whole", encoder), "encoder"):
         raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on it; remove it")
     return encoder
 
@@ -303,7 +310,9 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
         if unused := getattr(encoder, "unused", ()):
             _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
         variants = with_cuts(encoder, sizes_of(encoder, options.sizes))
-        of_sizes = [evaluate(variant, inspections, choice, options.output, session, _say) for variant in variants]
+        of_sizes = [
+            evaluate(variant, inspections, choice, options.output, session, _say, whole=encoder) for variant in variants
+        ]
         if options.pretrained:
             of_sizes = [replace(scored, pretrained=options.pretrained) for scored in of_sizes]
         evaluated.extend(of_sizes)

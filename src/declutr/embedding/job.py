@@ -161,11 +161,12 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     if config.passages:
         Cutter(encoder)  # its refusal need not wait for a unit
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
+    folder = output.absolute().with_name(f".{output.name}.parts")
     with contextlib.suppress(UsageError):  # a note that is damaged, or without its output, is of no finished job
         if (note := read_note(output)).job == hash_json(identities):
             get_logger().info("%s is already complete; nothing to embed", output)
+            _remove_leftovers(folder, output)
             return note
-    folder = output.absolute().with_name(f".{output.name}.parts")
     if output.exists() and not note_path(output).exists() and not folder.is_dir():
         raise UsageError(f"--output {output}: exists and is not of `declutr embed`; name another file")
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,8 +187,18 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         if sentence := note.sentence():
             get_logger().warning("%s%s", sentence, "" if config.passages else "; --passages embeds all of a text")
         write_text(note_path(output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
-        shutil.rmtree(folder)  # after the note, or a kill would leave neither
+        # After the note, or a kill would leave neither. What cannot be removed must not fail a job that is finished.
+        shutil.rmtree(folder, ignore_errors=True)
     return note
+
+
+def _remove_leftovers(folder: Path, output: Path) -> None:
+    """Remove the parts of a finished job that was killed behind its note, if they are there and not in use."""
+    with contextlib.suppress(UsageError, OSError), _alone(folder, output):
+        written_ns = note_path(output).stat().st_mtime_ns
+        # later ones are of an unfinished job with other settings, which may go on
+        if all(path.stat().st_mtime_ns <= written_ns for path in folder.glob("*.json")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -208,6 +219,8 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
         if not locked:
             raise UsageError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
         yield
+    with contextlib.suppress(OSError):  # NFS keeps a removed file, and with it the folder, until it is closed
+        folder.rmdir()
 
 
 def _assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig, size: int) -> int:

@@ -210,8 +210,11 @@ class StaticEncoder:
 
     @property
     def window(self) -> Window:
-        """A passage of a usual length, because it reads texts of any length."""
-        return Window(self._tokenizer, _WINDOW_TOKENS)
+        """A passage of a usual length, or of what its tokenizer keeps of a text, if that is less."""
+        engine = Tokenizer.from_str(self._tokenizer.to_str())
+        limit = (engine.truncation or {}).get("max_length", _WINDOW_TOKENS)
+        engine.no_truncation()  # in the copy alone: `encode` reads what sentence-transformers reads
+        return Window(engine, min(limit, _WINDOW_TOKENS))
 
     def _means(self, texts: Sequence[str]) -> NDArray[np.float32]:
         rows = [row.ids for row in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]

@@ -105,7 +105,7 @@ def load_encoder(
     if baseline := _BASELINE.fullmatch(name):
         kind, seed, rest = baseline[1], int(baseline[2] or 0), baseline[3]
         if kind == "hashed-words":
-            if not rest.isdigit() or not int(rest):
+            if not rest.isdecimal() or not int(rest):
                 raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
             if own_prompts:
                 raise EncoderError(f"{name}: {_shown(own_prompts)} has no effect on hashed words; remove it")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
-from declutr.encoders.protocol import Role, SentenceEncoder, in_role
+from declutr.encoders.protocol import Role, SentenceEncoder, in_role, vectors_fingerprint
 
 
 class MtebEncoder:
@@ -22,8 +22,8 @@ class MtebEncoder:
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder
         name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]  # MTEB makes a folder of it
-        # MTEB finds earlier results by name and revision
-        metadata = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
+        revision = vectors_fingerprint(encoder)[:16]  # MTEB finds earlier results by name and revision
+        metadata = {"name": f"declutr/{name}", "revision": revision, "embed_dim": encoder.size}
         self.mteb_model_meta = ModelMeta.create_empty(metadata | {"similarity_fn_name": ScoringFunction.COSINE})
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> NDArray[np.float32]:

@@ -8,7 +8,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from declutr.common.errors import CheckpointError, ConfigError, ShardError, TrainingFailedError, UsageError
+from declutr.common.errors import (
+    CheckpointError,
+    ConfigError,
+    EncoderError,
+    ShardError,
+    TrainingFailedError,
+    UsageError,
+)
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand
 from declutr.common.storage import read_json, write_json
@@ -20,8 +27,8 @@ from declutr.reproduction.table import Scorer, say, write_results
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.train import run_training
 
-_FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError)
-"""Ends of a run that stop no other one, such as a loss that is not finite."""
+_FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError, EncoderError)
+"""Ends of a run that stop no other one, such as a loss that is not finite or an encoder that cannot be loaded."""
 
 
 def plan_lines(plan: ItemPlan) -> list[str]:

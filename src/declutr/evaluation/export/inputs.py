@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,16 +134,16 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
     failures: Counter[str] = Counter()
     first: ReadFailure | None = None
     cut = False
-    for unit in units:
-        if cut := characters >= _CORPUS_CHARACTERS:  # the corpus is held in memory
+    for record in chain.from_iterable(UnitReader(unit, corpus) for unit in units):
+        # the corpus is held in memory, and a compressed file of any size is one unit
+        if cut := characters >= _CORPUS_CHARACTERS:
             break
-        for record in UnitReader(unit, corpus):
-            if isinstance(record, Document):
-                texts.append(record.text)
-                characters += len(record.text)
-            else:
-                failures[record.reason] += 1
-                first = first or record
+        if isinstance(record, Document):
+            texts.append(record.text)
+            characters += len(record.text)
+        else:
+            failures[record.reason] += 1
+            first = first or record
     if not texts:
         why = f"; {failures.total():,} records cannot be read, the first: {first}" if first else ""
         raise UsageError(f"holds no text{why}{_FIELD if failures['no_text_field'] else ''}")

@@ -304,9 +304,9 @@ def write_static(
 
 def _tokenizer(encoder: SentenceEncoder, texts: Sequence[str], size: int) -> Tokenizer:
     """WordPiece of the texts, in lower case if the encoder's tokenizer is."""
-    lower = False
-    if isinstance(encoder, TransformerEncoder):
-        normalizer = json.loads(encoder.engine().to_str())["normalizer"]
+    lower, whole = False, getattr(encoder, "whole", encoder)
+    if isinstance(whole, TransformerEncoder):
+        normalizer = json.loads(whole.engine().to_str())["normalizer"]
         # BERT's option, or a step of any sequence
         lower = '"lowercase": true' in json.dumps(normalizer) or '"Lowercase"' in json.dumps(normalizer)
     normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=lower), pre_tokenizers.BertPreTokenizer()

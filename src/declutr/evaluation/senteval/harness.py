@@ -28,7 +28,7 @@ from declutr.common.console.terminal import duration
 from declutr.common.errors import EncoderError
 from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json, read_json, write_json
-from declutr.encoders.protocol import CutEncoder, SentenceEncoder, vectors_fingerprint
+from declutr.encoders.protocol import SentenceEncoder, vectors_fingerprint
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.scores import Method, Protocol, Report, TaskResult, cost, method_for, needs_fits, score
 from declutr.evaluation.senteval.similarity import collapse_warnings, sample_rows
@@ -133,12 +133,13 @@ def evaluate(
     output: Path,
     session: SessionConfig,
     say: Say,
+    whole: SentenceEncoder | None = None,
 ) -> Evaluated:
     """Score an encoder on all usable tasks, reusing the results in `output`.
 
-    `output` takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end. Those of a
-    `CutEncoder` stay for the whole encoder, which is scored after it. `session` runs the classifiers, `say` receives
-    progress lines.
+    `output` takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end. `session` runs
+    the classifiers, `say` receives progress lines. `whole` is the encoder of which this one is a size, and which is
+    scored after its sizes: the embeddings are its own and stay until then.
 
     Raises:
         EncoderError: an embedding is not finite.
@@ -154,7 +155,7 @@ def evaluate(
     if todo:
         if results:
             say(f"{encoder.name}: reusing {len(results)} of {len(units)} results from an earlier run")
-        scores, warnings = _score(encoder, units, todo, choice, output, session, say)
+        scores, warnings = _score(encoder, whole or encoder, units, todo, choice, output, session, say)
         results |= scores
         write_json(notes, {"fingerprint": fingerprint, "warnings": list(warnings)})
     shutil.rmtree(output / _CACHE / fingerprint[:16], ignore_errors=True)  # scores are enough from now on
@@ -190,6 +191,7 @@ def scoring_units(
 
 def _score(
     encoder: SentenceEncoder,
+    whole: SentenceEncoder,
     units: Sequence[ScoringUnit],
     todo: Sequence[ScoringUnit],
     choice: ScoringChoice,
@@ -197,18 +199,17 @@ def _score(
     session: SessionConfig,
     say: Say,
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
-    """Embed the sentences of the units still to do and score these units."""
+    """Embed the sentences of the units still to do by the whole encoder and score these units."""
     rows = sentence_rows(unit.data for unit in units)  # those left by a killed call: of finished units, too
-    whole, size = (encoder.whole, encoder.size) if isinstance(encoder, CutEncoder) else (encoder, None)
     if not _parts_folder(output / _CACHE, whole, list(rows)).is_dir():
         rows = sentence_rows(unit.data for unit in todo)
     vectors = embed_all(whole, list(rows), output / _CACHE, say)
-    warnings = collapse_warnings(vectors.take(sample_rows(len(rows)))[:, :size])
+    warnings = collapse_warnings(vectors.take(sample_rows(len(rows)))[:, : encoder.size])
     for warning in warnings:
         say(f"{encoder.name}: WARNING: {warning}")
 
     def take(unit: ScoringUnit) -> NDArray[np.float32]:
-        return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))[:, :size]
+        return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))[:, : encoder.size]
 
     started, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
     results: dict[tuple[str, Method], StoredUnit] = {}
