@@ -39,37 +39,35 @@ class PipelineConfig(Strict):
     """From a corpus to shards."""
 
     output: str
-    """Folder of the shards, created if missing, which all hosts must see, or an address (`s3://...`, `gs://...`)."""
+    """Folder of the shards for all hosts, or an address (`s3://...`, `gs://...`)."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     content: AnyContent = DocumentsContent()
     tokenizer: TokenizerConfig | None = Field(default=None, validate_default=True)
     """Tokenizer of texts; images and audio need none."""
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"
-    """Documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper. fewer_anchors: take as
-    many anchors as fit. shrink_spans: take all anchors, with spans of at most 1 / (2 * num_anchors) of the document,
-    down to geometry.min_tokens."""
+    """Documents under 2 * num_anchors * max_tokens tokens. drop: drop them. fewer_anchors: as many anchors as fit.
+    shrink_spans: shorter spans, down to geometry.min_tokens."""
     filters: FiltersConfig = FiltersConfig()
-    """Cleaning, language, quality, evaluation sets; docs/reference/filters.md has the reasons of drops."""
+    """Cleaning, language, quality, evaluation sets (docs/reference/filters.md)."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     """Copies of documents to remove."""
     write_rejected: bool = False
-    """Also write documents that are not kept to `rejected/`, with the reason."""
+    """Write documents that are not kept, with the reason."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
-    """Largest fraction of documents that may fail to be read; above it `prepare` ends with an error."""
+    """Share of documents that may be unreadable; above it `prepare` fails."""
     validation_fraction: float = Field(default=0.01, ge=0, lt=1)
-    """Fraction of documents held out for validation, chosen by id."""
+    """Share of documents held out for validation."""
     unit_mib: float | None = Field(default=None, gt=0)
-    """Text of one task, MiB; a killed run loses at most this much a worker. A .gz file is never cut. null: 32, or more
-    if there were over 65,536 units (2 TiB)."""
+    """Text of one task, MiB; a kill loses at most this. null: 32, or more above 65,536 units."""
     record_batch_rows: int = Field(default=1000, ge=1)
-    """Rows of an Arrow record batch, which a task of the trainer loads at once."""
+    """Rows of an Arrow record batch, read at once."""
     seed: int = Field(default=0, ge=0)
     """Seed of the held-out split."""
     cache: str = "~/.cache/declutr"
-    """Folder on each host for files on their way to an address."""
+    """Folder for files on their way to an address."""
     storage_retry_seconds: float = Field(default=600.0, ge=0)
-    """Time to retry a request while the store does not answer."""
+    """Seconds to retry while the store does not answer."""
     session: SessionConfig = SessionConfig()
 
     @field_validator("tokenizer")

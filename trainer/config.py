@@ -39,9 +39,9 @@ class AuxiliaryTaskConfig(Strict):
     batch_documents: int = Field(default=16, ge=1)
     """Its rows in one step over all workers."""
     weight: float = Field(default=1.0, ge=0)
-    """Factor of its loss. With `task_schedule: alternating`, AdamW cancels it except in clipping."""
+    """Factor of its loss; of little effect with `task_schedule: alternating`."""
     optim: OptimConfig | None = None
-    """Its own optimizer, with `task_schedule: alternating`; null: one like the run's `optim`."""
+    """Its own optimizer, with `task_schedule: alternating`; null: as the run's."""
     frontend: FrontendConfig = FrontendConfig()
 
 
@@ -118,16 +118,14 @@ class TrainConfig(Strict):
     alternatives: ClassVar = ("steps", "epochs")
 
     run: str
-    """Folder of the run (checkpoints, metrics, export), or an address, such as s3://bucket/runs/mine, if hosts share no
-    folder. Repeat the command to resume."""
+    """Folder of the run, or an address (s3://bucket/runs/mine). Repeat the command to resume."""
     data: Data
-    """Folder of prepared shards, or the address to which `declutr copy` sent it, which each host downloads once.
-    Several corpora: `[{path: FOLDER, weight: 2}, {path: FOLDER, weight: 1}]`."""
+    """Folder of prepared shards, or its address (`declutr copy`). Several corpora: `[{path: FOLDER, weight: 2}, {path:
+    FOLDER, weight: 1}]`."""
     cache: str = "~/.cache/declutr"
-    """Folder on each host for copies of data at addresses; nothing in it is permanent."""
+    """Folder for copies of data at addresses."""
     data_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of the training documents that the run reads, chosen by `seed` and their ids; an epoch is one pass over it.
-    A smaller share is part of a larger one."""
+    """Share of the training documents to read, chosen by `seed`."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
     objective: AnyObjectiveConfig = DEFAULT
@@ -139,31 +137,28 @@ class TrainConfig(Strict):
     auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], AuxiliaryTaskConfig] = Field(
         default_factory=dict
     )
-    """Other data and objectives that train the same encoder, by name (such as `image`), in turns in the order of
-    names."""
+    """Other data and objectives that train the same encoder in turns, by name (such as `image`)."""
     task_schedule: Literal["joint", "alternating"] = "joint"
-    """joint: one update for the weighted sum of the losses. alternating: each auxiliary task updates the encoder before
-    the main one, with its own optimizer."""
+    """joint: one update for all losses. alternating: an update for each task, the main one last, each with its own
+    optimizer."""
     batch_documents: int = Field(default=16, ge=1)
-    """Documents in one optimizer step over all workers; the contrastive loss compares all of them."""
+    """Documents of a step, over all workers."""
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Largest number of tokens in one forward, without influence on the gradient. null: a worker's share of the batch.
-    auto: as many as fit. When memory runs out, it is halved and the step repeated."""
+    """Most tokens of one forward; the gradient stays the same. null: a worker's share of the batch. auto: as many as
+    fit."""
     steps: int | None = Field(default=None, ge=1)
     """Optimizer steps; null: set by `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the corpus, if `steps` is null; both null: 1. A pass over several corpora reads as many rows as all
-    have together."""
+    """Passes over the corpus, if `steps` is null; both null: 1."""
     precision: AnyPrecision = "auto"
-    """fp32: float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and losses in float32. auto:
-    bf16 if the device of every worker has units for it (a GPU, a CPU with AMX), else fp32; the run keeps it."""
+    """fp32: float32. bf16: matrix products of the forward in bfloat16. auto: bf16 if every worker has units for it
+    (GPU, AMX), else fp32."""
     seed: int = Field(default=0, ge=0)
-    """Seed of new weights, order of documents, spans, masks and dropout."""
+    """Seed of new weights, order, spans, masks and dropout."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
-    """If a loss or gradient is not finite. stop: end the run. skip: leave out that update and continue with the next
-    documents; a stopped run can be resumed with it."""
+    """If a loss or gradient is not finite. stop: end the run. skip: leave out the update."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """Largest number of steps in a row that `skip` leaves out; one more ends the run."""
+    """Steps in a row that `skip` may leave out."""
     export: Literal["last", "best"] = "last"
     """Checkpoint to export. last: the last. best: the best by `validation.score`."""
 

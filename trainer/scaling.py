@@ -17,52 +17,45 @@ class ScalingConfig(Strict):
     """Workers, devices and failures, without influence on the batches."""
 
     num_workers: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
-    """Training processes, one a GPU if GPUs are used. `[least, most]`: as many as fit on the cluster, while nodes leave
-    and join. 0: one worker in the process of the command, without Ray: the same steps, started at once, and no restart
-    after a failure."""
+    """Training processes, one a GPU. `[least, most]`: as many as fit on the cluster. 0: in the command's process,
+    without Ray and without restarts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs if the cluster has one for every worker when the run first starts, else CPUs. cpu: CPUs. cuda: GPUs,
-    also of nodes that come later. The run keeps its device (`device.json` in its folder) and waits for missing GPUs."""
+    """auto: GPUs if every worker has one at the first start, else CPUs. cpu: CPUs. cuda: GPUs, also of later nodes. A
+    run keeps its device."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPUs that a worker reserves; without a GPU also its threads."""
+    """CPUs of a worker; without a GPU also its threads."""
     address: str | None = None
-    """Address of a running Ray cluster; null: RAY_ADDRESS if set, else a session on this machine."""
+    """Address of a Ray cluster; null: RAY_ADDRESS, else this machine."""
     fsdp: bool = False
-    """Shard weights, gradients and optimizer state over the workers and gather each layer when used (FSDP2), for
-    encoders too large for one device. Same gradient, more communication."""
+    """Shard weights, gradients and optimizer state (FSDP2), for encoders too large for one device."""
     deterministic: bool = True
-    """On a GPU, use algorithms that repeat their bits: equal steps of two runs are equal, also after a kill, on the
-    same kind of GPU (docs/evidence/gpu.md). false: steps take less time. CPUs always repeat them."""
+    """Algorithms that repeat their bits on one kind of GPU (docs/evidence/gpu.md); false: faster. CPUs always repeat
+    them."""
     span_kernels: bool = False
-    """On a GPU, attention without dropout by this project's kernel too, not FlashAttention. Not measured yet."""
+    """On a GPU, this project's kernel also without dropout. Not measured yet."""
     elastic_determinism: bool = False
-    """Train to the same bits with any number of workers, which get whole canonical microbatches. More time and memory,
-    twice the exchange. On CPUs alone."""
+    """The same bits with any number of workers, with more time, memory and exchange. On CPUs alone."""
     deterministic_chunk_documents: int | None = Field(default=None, ge=1)
-    """Documents of a canonical microbatch; the bits depend on it. More take less time but leave fewer microbatches for
-    workers. null: a sixteenth of `batch_documents`, rounded up."""
+    """Documents of a microbatch with `elastic_determinism`; the bits depend on it. null: a sixteenth of
+    `batch_documents`."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Sum of gradients over workers. fp32: in float32. bf16: in bfloat16, half the bytes, for slow networks."""
+    """Sum of gradients over workers. fp32: float32. bf16: bfloat16, half the bytes."""
     elastic_resize_interval_seconds: float = Field(default=60.0, gt=0)
-    """Seconds between checks whether a group of `[least, most]` workers can grow. Growing repeats the steps since the
-    last checkpoint."""
+    """Seconds between checks whether `[least, most]` workers can grow."""
     max_failures: int = Field(default=100, ge=0)  # hosts of a spot market go all day: a few would end a week's run
-    """Largest number of restarts after failures. Nodes removed with notice do not count."""
+    """Restarts after failures at most, announced ends of nodes aside."""
     max_repeated_failures: int = Field(default=3, ge=1)
-    """End the run when the same failure occurs this many times in a row at one step."""
+    """Equal failures in a row at one step that end the run."""
     restart_backoff_seconds: float = Field(default=2.0, ge=0)  # Ray's own retries have no pause
-    """Pause before the second restart after failures without progress; doubled each time, up to a minute. The first
-    follows at once."""
+    """Seconds before the second restart; doubled each time, up to a minute."""
     watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
-    """Restart a group without progress for this long, and log the worker that holds it up. Must exceed the longest
-    step, validation and save."""
+    """Restart workers after so many seconds without progress; above the longest step, validation and save."""
     shutdown_grace_seconds: float = Field(default=25.0, gt=0)
-    """Time after SIGTERM or Ctrl-C for workers to finish their step and save. Kubernetes kills after 30 s."""
+    """Seconds to finish the step and save after SIGTERM or Ctrl-C."""
     spot_notices: Literal["aws", "gcp"] | None = None  # no run asks an address that its user did not choose
-    """Cloud whose metadata server one worker of each host asks every 5 seconds for the end of a spot host; workers then
-    save, and the group starts on other nodes. null: not asked."""
+    """Cloud that is asked for the end of a spot host; workers then save. null: not asked."""
     data_cpus: int = Field(default=2, ge=1)
-    """CPUs for tasks that read shards, in a session on this machine."""
+    """CPUs that read shards, on this machine."""
 
     @property
     def num_cpus(self) -> int:

@@ -17,13 +17,13 @@ class NearConfig(Strict):
     """
 
     similarity: float = Field(default=0.6, gt=0, le=1)
-    """Least similarity of duplicates; estimated to about +-0.04 (one standard deviation at 125 slots)."""
+    """Least similarity of duplicates, estimated to about +-0.04."""
     ngram_words: int = Field(default=3, ge=1, le=32)
-    """Words of a shingle. Longer ones separate documents of one kind better but break at every changed word."""
+    """Words of a shingle; longer ones break at every changed word."""
     bands: int = Field(default=25, ge=1, le=1024)
-    """Groups of signature slots; documents that agree in all slots of one are compared."""
+    """Groups of signature slots; documents equal in one are compared."""
     rows: int = Field(default=5, ge=1, le=64)
-    """Slots of a band: more mean fewer needless comparisons and fewer pairs found."""
+    """Slots of a band; more find fewer pairs in less time."""
 
     @property
     def num_slots(self) -> int:

@@ -48,9 +48,9 @@ class LanguageRule(Strict):
     """Languages to keep. Every document's language is identified and recorded, even if all are kept."""
 
     keep: list[str] = Field(default=[])
-    """Codes of the model, mostly ISO 639-1: en de fr zh ...; an empty list: all."""
+    """Codes of the model (en de fr zh ...); an empty list: all."""
     min_score: float = Field(default=0.0, ge=0, le=1)
-    """Least probability of the identified language, from 0 (any) to 1."""
+    """Least probability of the language, 0 (any) to 1."""
 
 
 def language_problems(config: LanguageRule) -> list[str]:
@@ -145,7 +145,7 @@ class FiltersConfig(Strict):
     contamination: Contamination | None = None
     """Look for texts of evaluation sets."""
     normalise_whitespace: bool = True
-    """Collapse whitespace to single spaces, after rules on lines."""
+    """Collapse whitespace to single spaces."""
 
 
 def problems(config: FiltersConfig) -> list[str]:

@@ -50,11 +50,11 @@ class Contamination(Strict):
     ngram: int = Field(default=13, ge=2, le=64)
     """Words in a row that make a match."""
     min_example_words: int = Field(default=_SHORTEST_WHOLE, ge=1)
-    """Examples shorter than `ngram` are searched as a whole from this many words on."""
+    """Least words of an example shorter than `ngram`, searched whole."""
     action: Literal["report", "drop"] = "report"
-    """report: keep the document and record the match in the ledger. drop: drop it."""
+    """report: record the match in the ledger. drop: drop the document."""
     max_matches: int = Field(default=0, ge=0)
-    """Different n-grams of evaluation sets that an uncontaminated document may hold."""
+    """Different n-grams that a document may share."""
 
 
 @dataclass(frozen=True, slots=True)

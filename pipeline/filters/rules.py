@@ -51,7 +51,7 @@ class GopherQuality(Strict):
     max_mean_word_characters: float | None = Field(default=10, gt=0)
     """Largest mean length of words."""
     max_symbols_per_word: float | None = Field(default=0.1, ge=0)
-    """Largest number of hash signs, or of ellipses, per word."""
+    """Most hash signs, or ellipses, per word."""
     max_bullet_lines: float | None = Field(default=0.9, ge=0, le=1)
     """Share of lines that start with a bullet."""
     max_ellipsis_lines: float | None = Field(default=0.3, ge=0, le=1)
@@ -59,7 +59,7 @@ class GopherQuality(Strict):
     min_words_with_letter: float | None = Field(default=0.8, ge=0, le=1)
     """Share of words with a letter of any script."""
     min_stop_words: int | None = Field(default=2, ge=0, le=len(STOP_WORDS))
-    """Least number of different English stop words; null for other languages."""
+    """Least number of different English stop words; null: any."""
 
 
 def quality_drop(text: str, words: WordHashes, lines: list[str], config: GopherQuality) -> Drop | None:
@@ -264,13 +264,13 @@ class C4Rules(Strict):
     """The rules of C4, each with a switch; the defaults are the paper's."""
 
     terminal_punctuation: bool = True
-    """Keep only lines that end in . ! ? or a quotation mark, not in an ellipsis."""
+    """Keep only lines that end in . ! ? or a quotation mark."""
     min_line_words: int | None = Field(default=5, ge=1)
-    """Keep only lines of at least this many words; null: all."""
+    """Least words of a line; null: any."""
     javascript: bool = True
     """Remove lines with "javascript"."""
     policies: bool = True
-    """Remove lines about terms of use, privacy policies and cookies."""
+    """Remove lines about terms of use, privacy and cookies."""
     citations: bool = True
     """Remove the marks [1], [edit], [citation needed]."""
     lorem_ipsum: bool = True
@@ -278,9 +278,9 @@ class C4Rules(Strict):
     curly_bracket: bool = True
     """Drop documents with a {."""
     min_sentences: int | None = Field(default=3, ge=1)
-    """Drop documents of fewer sentences, counted by . ! ? before whitespace; null: any."""
+    """Least sentences of a document; null: any."""
     bad_words: str | None = None
-    """Text file of words and phrases, one a line; documents that hold one are dropped. null: none."""
+    """File of words, one a line; documents with one are dropped. null: none."""
 
 
 def c4_problems(config: C4Rules) -> list[str]:

@@ -188,18 +188,16 @@ class FilesCorpus(Strict):
 
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
-    """Files, folders (searched recursively, without hidden names) or globs: local, or s3:// gs:// hf:// and so on."""
+    """Files, folders (without hidden names) or globs: local, s3://, gs://, hf://."""
     exclude: list[str] = Field(default_factory=list)
-    """Patterns of files to leave out of folders and globs, such as `drafts/*`, for the path relative to the folder; `*`
-    also matches `/`."""
+    """Patterns of paths to leave out, such as `drafts/*`; `*` also matches `/`."""
     format: Choice = "auto"
-    """text: one document a line. text_file: one document a file. auto: by content, then name
-    (docs/reference/formats.md); a .txt is text, in an archive text_file (OpenWebText). auto_text_file: auto, but every
-    .txt is text_file."""
+    """text: a document a line. text_file: a document a file. auto: by content, then name; .txt is text, in archives
+    text_file. auto_text_file: .txt is text_file."""
     text_field: TextField = "text"
-    """Key or column of the text. Several, as in [title, body], are joined by newlines; empty ones are left out."""
+    """Key or column of the text; several, as in [title, body], are joined."""
     max_document_mib: float = MAX_DOCUMENT_MIB
-    """Largest document, MiB; longer ones are cut at whitespace into consecutive ones."""
+    """Largest document, MiB; longer ones are cut."""
 
 
 class HubCorpus(Strict):
@@ -209,15 +207,15 @@ class HubCorpus(Strict):
     name: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")
     """Name in the dataset's address, such as `allenai/c4`."""
     config: str | None = None
-    """Configuration ("subset") of the dataset; null: the default."""
+    """Configuration ("subset"); null: the default."""
     split: str = "train"
     """Split to read; validation_fraction is drawn from it."""
     revision: str | None = None
-    """Branch, tag or commit, resolved before reading; null: the newest commit."""
+    """Branch, tag or commit; null: the newest commit."""
     text_field: TextField = "text"
-    """Key or column of the text. Several, as in [title, body], are joined by newlines; empty ones are left out."""
+    """Key or column of the text; several, as in [title, body], are joined."""
     max_document_mib: float = MAX_DOCUMENT_MIB
-    """Largest document, MiB; longer ones are cut at whitespace into consecutive ones."""
+    """Largest document, MiB; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,28 +58,27 @@ class SentencesContent(Strict):
 
     kind: Literal["sentences"]
     split: bool = False
-    """Split documents into sentences. false: every text is one row."""
+    """Split documents into sentences; false: a text is a row."""
     language: str = Field(default="en", pattern="^[a-z]{2,3}$")
-    """ISO 639 code of the language for splitting; without rules in `sentencex`, those of a related one or of
-    English."""
+    """ISO 639 code for splitting; without own rules a related language or English."""
 
 
 class PairsContent(Strict):
-    """Premises with labelled hypotheses, or queries with their texts, from JSONL, CSV, TSV or Parquet.
+    """Premises with labelled hypotheses, or queries with texts.
 
     The pairs of a file that have the same premise make one row. They are held in memory, so a file has at most 1 GiB.
     """
 
     kind: Literal["pairs"]
     premise: str = "premise"
-    """Key or column of the premise. SNLI's and MNLI's own files: sentence1, sentence2, gold_label."""
+    """Key or column of the premise."""
     hypothesis: str = "hypothesis"
     """Key or column of the hypothesis."""
     label: str | None = "label"
-    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped.
-    null: there is none, and each pair counts as an entailment, such as a query and its answer."""
+    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2; "-" and -1 drop the pair. null: each
+    pair is an entailment."""
     required_labels: list[Label] = Field(default_factory=list)
-    """Drop premises without a hypothesis of every listed label: [entailment, contradiction] for supervised SimCSE."""
+    """Drop premises without a hypothesis of each: [entailment, contradiction] for supervised SimCSE."""
 
     @model_validator(mode="after")
     def _labelled(self) -> "PairsContent":
@@ -89,7 +88,7 @@ class PairsContent(Strict):
 
 
 class TriplesContent(Strict):
-    """A sentence, an entailed and a contradicting one a row, from CSV, TSV, JSONL or Parquet."""
+    """A sentence, an entailed and a contradicting one a row."""
 
     kind: Literal["triples"]
     premise: str = "sent0"
@@ -120,19 +119,17 @@ LabelRule = Annotated[str | None, AfterValidator(_expression)]
 
 class _LabelledContent(Strict):
     label: LabelRule = FOLDER
-    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above, such as LibriSpeech's
-    speaker. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to the corpus.
-    null: no labels. A `.cls` member next to it in a tar archive (WebDataset) and the label column in Parquet come
-    first. A file without a label is a failure."""
+    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above. An expression with one
+    group, such as `^(\d)_`, is searched in the path. null: none. A `.cls` member or `label_column` comes first. Files
+    without a label fail."""
     label_column: str = "label"
-    """Parquet column of the labels; numbers become names if the Hub's metadata in the file name them."""
+    """Parquet column of the labels."""
     max_labels: int | None = Field(default=None, ge=1)
-    """Keep the rows of this many labels, those with the most rows before copies are removed (ties: alphabetically).
-    null: all. `--plan` does not know them."""
+    """Keep this many labels, those with most rows; null: all."""
 
 
 class ImagesContent(_LabelledContent):
-    """Images from files, tar archives or Parquet; upright, RGB, stored as PNG.
+    """Images from files, tar archives or Parquet.
 
     JPEG, PNG, WebP, GIF, BMP, TIFF and PPM are read. The first frame of an animation is taken. Transparent parts become
     white.
@@ -140,13 +137,13 @@ class ImagesContent(_LabelledContent):
 
     kind: Literal["images"]
     shortest_edge: int = Field(default=256, ge=8, le=2048)
-    """Resize the shorter side to at most this many pixels; never upscale."""
+    """Longest shorter side, pixels; larger images are resized."""
     image: str = "image"
-    """Parquet column of the images: bytes, or a struct with `bytes`."""
+    """Parquet column of the images."""
 
 
 class AudioContent(_LabelledContent):
-    """Clips from files, tar archives or Parquet, as frames of log-mel energies.
+    """Clips from files, tar archives or Parquet, as log-mel frames.
 
     WAV, FLAC and Ogg (Vorbis, Opus) are read. Channels are averaged, and the clip is resampled to `sample_rate`.
     """
@@ -161,9 +158,9 @@ class AudioContent(_LabelledContent):
     hop_length_ms: float = Field(default=10.0, ge=1, le=1000)
     """Distance between two frames' starts, milliseconds."""
     max_seconds: float = Field(default=10.24, gt=0, le=600)
-    """Longest clip, seconds; longer ones are cut and counted."""
+    """Longest clip, seconds; longer ones are cut."""
     audio: str = "audio"
-    """Parquet column of the clips: bytes, or a struct with `bytes`."""
+    """Parquet column of the clips."""
 
 
 MediaContent = ImagesContent | AudioContent

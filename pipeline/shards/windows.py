@@ -14,14 +14,14 @@ TOO_SHORT = "too_short"
 
 
 class Geometry(Strict):
-    """Length and number of spans, for choosing documents and starts of windows."""
+    """Length and number of spans, for windows."""
 
     num_anchors: int = Field(default=2, ge=1)
     """Anchors a document must have room for."""
     max_tokens: int = Field(default=512, ge=2)
-    """Longest span (l_max in the paper) and length of windows, in tokens."""
+    """Longest span (l_max) and length of windows, in tokens."""
     min_tokens: int = Field(default=32, ge=1)
-    """Shortest window of a short document, in tokens; for `short_documents: shrink_spans`."""
+    """Shortest window with `short_documents: shrink_spans`, in tokens."""
 
 
 def shortest_document(geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:

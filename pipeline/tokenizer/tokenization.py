@@ -29,8 +29,7 @@ class _AnyTokenizer(Strict):
     """Settings of every kind of tokenizer."""
 
     engine: EngineSetting = "auto"
-    """Library that turns text into ids, the same with all. tiktoken (byte-level BPE) and wordpiece (as in BERT) are
-    several times faster; auto uses one that gives the ids of `tokenizers` on test texts."""
+    """Library that makes the ids. auto: the fastest that gives equal ones."""
 
 
 class PretrainedTokenizer(_AnyTokenizer):
@@ -48,9 +47,9 @@ class TrainedTokenizer(_AnyTokenizer):
 
     kind: Literal["train"]
     vocab_size: int = Field(ge=261)
-    """Number of tokens: 256 bytes, 5 special tokens, the rest merges."""
+    """Number of tokens: 256 bytes, 5 special tokens, merges."""
     sample_mib: float = Field(default=16.0, gt=0)
-    """Text to train on, MiB, taken evenly over the corpus."""
+    """Text to train on, MiB."""
 
 
 TokenizerConfig = Annotated[PretrainedTokenizer | TrainedTokenizer, Field(discriminator="kind")]

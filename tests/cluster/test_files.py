@@ -21,6 +21,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.config import TrainConfig
 
 DOCUMENT = ROOT / "docs/guides/cluster.md"
+KUBERNETES = ROOT / "docs/guides/kubernetes.md"
 SECTIONS = {"prepare": PipelineConfig, "train": TrainConfig}
 
 
@@ -28,18 +29,20 @@ def read(name):
     return yaml.safe_load((ROOT / name).read_text())
 
 
-def blocks(kind, holding):
-    """Code blocks of docs/guides/cluster.md of a kind, with these words."""
-    found = re.findall(rf"```{kind}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+def blocks(page, holding):
+    """Blocks of YAML of a page, with these words."""
+    found = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     return [block for block in found if holding in block]
 
 
 def variant(provider):
-    """cluster.yaml with the keys that docs/guides/cluster.md gives for another provider in place of its own."""
+    """cluster.yaml with the keys that deploy/gcp.yaml or docs/guides/cluster.md gives in place of its own."""
     changed = read("cluster.yaml")
-    (block,) = blocks("yaml", f"type: {provider}")
-    changed |= yaml.safe_load(block)
-    if provider == "local":  # Ray has node types of its own for hosts that are there already
+    if provider == "gcp":
+        changed |= read("deploy/gcp.yaml")
+    else:  # Ray has node types of its own for hosts that are there already
+        (block,) = blocks(DOCUMENT, f"type: {provider}")
+        changed |= yaml.safe_load(block)
         del changed["available_node_types"], changed["head_node_type"]
     return changed
 
@@ -59,7 +62,8 @@ def gives_every_host_a_token_and_opens_no_port(config):
     assert [line for line in config["setup_commands"] if "RAY_AUTH_MODE=token" in line]  # of head and workers
     head, worker = " ".join(config["head_start_ray_commands"]), " ".join(config["worker_start_ray_commands"])
     assert "--dashboard-host=127.0.0.1" in head
-    for text in (head, worker, (ROOT / "cluster.yaml").read_text(), DOCUMENT.read_text()):
+    names = ("cluster.yaml", "deploy/gcp.yaml", "docs/guides/cluster.md")
+    for text in (head, worker, *((ROOT / name).read_text() for name in names)):
         assert "0.0.0.0" not in text
         assert "RAY_AUTH_MODE=disabled" not in text
 
@@ -121,7 +125,10 @@ def commands(text):
 
 @pytest.mark.parametrize(
     "name",
-    ["cluster.yaml", "deploy/kuberay.yaml", "deploy/slurm.sbatch", "docs/guides/cluster.md", "docs/guides/slurm.md"],
+    [
+        *("cluster.yaml", "deploy/kuberay.yaml", "deploy/slurm.sbatch"),
+        *(f"docs/guides/{name}.md" for name in ("cluster", "kubernetes", "slurm")),
+    ],
 )
 def test_every_command_line_is_one_that_we_understand(name):
     found = list(commands((ROOT / name).read_text()))
@@ -321,7 +328,7 @@ def test_pods_with_gpus_tolerate_the_usual_taint():
 
 
 def test_documented_claim_is_the_one_the_job_mounts():
-    (block,) = blocks("yaml", "PersistentVolumeClaim")
+    (block,) = blocks(KUBERNETES, "PersistentVolumeClaim")
     claim = yaml.safe_load(block)
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     named = {volume["persistentVolumeClaim"]["claimName"] for pod in pods() for volume in pod["volumes"][:1]}

@@ -107,21 +107,21 @@ def read_settings(folder: Path) -> ExportSettings:
 
 
 class CheckpointConfig(Strict):
-    """Times of saves and checkpoints to keep; the last and the best by `validation.score` are always kept.
+    """The last and the best checkpoint are always kept.
 
     A thread writes the files while training continues. It retries when the storage fails.
     """
 
     every_steps: Interval | None = 0.05
-    """Save every N steps. Below 1: a share of the run. null: by the clock alone."""
+    """Save every N steps; below 1: a share of the run; null: by the clock alone."""
     every_seconds: float | None = Field(default=300.0, gt=0)
-    """Save when this much time has passed since the last save; a killed run loses no more. null: by steps alone."""
+    """Seconds from save to save; null: by steps alone."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep; with 2, an older one remains if the newest is damaged."""
+    """Newest checkpoints to keep."""
     keep_every_steps: int | None = Field(default=None, ge=1)
-    """Save at all multiples of this step and keep these checkpoints permanently."""
+    """Save and keep all multiples of this step."""
     storage_retry_seconds: float = Field(default=600.0, ge=0)
-    """Time that a storage may fail (full disk, missing file system) before the run ends."""
+    """Seconds that the storage may fail."""
 
     @model_validator(mode="after")
     def _some_time(self) -> "CheckpointConfig":

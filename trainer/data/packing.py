@@ -62,12 +62,11 @@ class MaskingConfig(Strict):
     """Selection and replacement of tokens for MLM."""
 
     mlm_probability: float = Field(default=0.15, ge=0, le=1)
-    """Probability that a token (never a special one) is selected for prediction."""
+    """Probability that a token is selected for prediction."""
     mask_replace_prob: float = Field(default=0.8, ge=0, le=1)
     """Probability that a selected token becomes the mask token."""
     random_replace_prob: float = Field(default=0.1, ge=0, le=1)
-    """Probability that a selected token becomes one drawn uniformly from the whole vocabulary. The other selected
-    tokens stay."""
+    """Probability that a selected token becomes a random one; the others stay."""
 
 
 def mask_tokens(

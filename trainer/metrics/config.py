@@ -57,24 +57,20 @@ class ValidationConfig(Strict):
     """Validation on held-out documents during training."""
 
     every_steps: Interval = 0.05
-    """Validate every N steps, before the first and after the last. Below 1: a share of the run. 0: never. With `export:
-    best` all validated steps are saved."""
+    """Validate every N steps, before the first and after the last. Below 1: a share of the run. 0: never."""
     max_documents: int = Field(default=400, ge=2)
     """Largest number of held-out documents to score."""
     data: str | None = None
-    """Other prepared shards whose training split is scored instead of the held-out split of `data`. Prepare them with
-    the same tokenizer and validation_fraction=0."""
+    """Other shards (same tokenizer, validation_fraction=0) to score instead of the held-out split of `data`."""
     stsb: str | None = None
     """Folder with STS-B's `sts-dev.csv`. Adds the score `stsb_spearman`."""
     sickr: str | None = None
-    """Folder with SICK's `SICK_trial.txt`. Adds the score `sickr_spearman`, by which SCD's released code chooses."""
+    """Folder with SICK's `SICK_trial.txt`. Adds the score `sickr_spearman`."""
     score: str = ""
-    """Score that decides which checkpoint is the best (docs/reference/scores.md); empty: that of `stsb` or `sickr` if
-    set, else the objective's first. DeCLUTR: distant_recall_at_1, distant_mrr, recall_at_1, mrr. Pairs and triples:
-    recall_at_1, mrr."""
+    """Score of the best checkpoint (docs/reference/scores.md); empty: that of `stsb` or `sickr`, else the objective's
+    first."""
     patience: int | None = Field(default=None, gt=0)
-    """End the run when this many scores in a row do not exceed the best one; null: never. A repeated command may
-    change it."""
+    """End the run after this many scores in a row that are not better; null: never."""
 
     @property
     def pairs(self) -> dict[str, str]:
@@ -90,14 +86,14 @@ class WandbConfig(Strict):
     """
 
     mode: Literal["disabled", "offline", "online"] = "disabled"
-    """disabled: nothing is written or sent. offline: files in the run's folder `wandb`, for `wandb sync`. online: the
-    metrics, all settings and the name of the host are sent to `base_url` during the training."""
+    """disabled: nothing is written or sent. offline: files in `wandb`, for `wandb sync`. online: metrics, all settings
+    and the host's name are sent to `base_url`."""
     base_url: str | None = None
-    """Address of the server, such as https://api.wandb.ai; needed for `mode: online`. No other address is opened."""
+    """Address of the server, such as https://api.wandb.ai, for `mode: online`. No other is opened."""
     project: str = Field(default="declutr-ray", min_length=1)
     """Project of the run."""
     entity: str | None = None
-    """Team or user that owns the project; null: the account's default."""
+    """Team or user; null: the account's default."""
 
     @model_validator(mode="after")
     def _has_address(self) -> "WandbConfig":

@@ -11,31 +11,29 @@ _MOST_PATCHES = 2**16  # of a clip, and values of a patch: a mistyped number mus
 
 
 class ProjectionConfig(Strict):
-    """Head between pooling and the contrastive loss (DeCLUTR appendix; SimCLR). Not exported."""
+    """Head between pooling and the contrastive loss. Not exported."""
 
     kind: Literal["none", "linear", "mlp"] = "none"
-    """none: the loss uses the pooled embedding. linear: two linear layers. mlp: with a ReLU between them."""
+    """none: no head. linear: two linear layers. mlp: with a ReLU between."""
     size: int = Field(default=128, ge=1)
     """Width of the projected embedding and the hidden layer."""
 
 
 class FrontendConfig(Strict):
-    """Patches of images or sounds as input of the encoder's layers instead of word embeddings. Not exported."""
+    """Patches of images or sounds instead of word embeddings. Not exported."""
 
     pretrained: str | None = None
-    """Name or folder of a ViT of transformers for patch, CLS and position embeddings; null: new ones from the run's
-    seed. Images only."""
+    """Name or folder of a ViT, for its embeddings; null: new ones. Images only."""
     patch_size: tuple[int, int] = (16, 16)
-    """Height and width of a patch in pixels; frames and mel bands of a spectrogram's."""
+    """Height and width of a patch: pixels, or frames and mel bands."""
     image_size: int = Field(default=224, ge=1)
     """Height and width of images' square crops in pixels."""
     positions: bool = True
     """Add a learned embedding for each place of a patch."""
     mean: float | tuple[float, float, float] | None = None
-    """Mean to subtract from pixels in [0, 1] (one number, or three for red, green, blue) or log-mel values; null: 0.5
-    for images, 0 for sounds."""
+    """Mean to subtract, one number or one a channel; null: 0.5 for images, 0 for sounds."""
     std: Positive | tuple[Positive, Positive, Positive] | None = None
-    """Standard deviation to divide by, one number or one a channel; null: 0.5 for images, 1 for sounds."""
+    """Standard deviation, one number or one a channel; null: 0.5 for images, 1 for sounds."""
 
     @model_validator(mode="after")
     def _fits(self) -> "FrontendConfig":
@@ -58,41 +56,36 @@ class EncoderConfig(Strict):
     """The encoder to train, and its embeddings of spans."""
 
     pretrained: str | None = None
-    """Name or folder of a masked language model of transformers; either this or `from_config`."""
+    """Name or folder of a masked language model; this or `from_config`."""
     from_config: dict[str, Any] | None = None
-    """Config of transformers (with `model_type`) for new weights from the run's seed. Vocabulary size and special ids
-    come from the shards' tokenizer."""
+    """Config of transformers (with `model_type`) for new weights."""
     trust_remote_code: bool = False
-    """Run the code in a pretrained model's files. Only for models you trust."""
+    """Run the code of a pretrained model. Only for models you trust."""
     new_mlm_head: bool = False
-    """Draw an MLM head from the run's seed if the pretrained encoder has none."""
+    """Draw an MLM head if the encoder has none."""
     pooling: Literal["mean", "cls", "max", "mean_without_cls"] = "mean"
-    """Embedding of a span. mean: mean of all tokens, specials included, as released. max: their maximum. cls: the first
-    token. mean_without_cls: mean of all but the first, as in SCL; sentence-transformers cannot load the export."""
+    """Embedding of a span. mean: mean of all tokens. max: their maximum. cls: the first token. mean_without_cls: mean
+    of the others; sentence-transformers cannot load the export."""
     projection: ProjectionConfig = ProjectionConfig()
     prompt: str | None = Field(default=None, max_length=16_384)
-    """Text before every span, which is read and pooled but not predicted, for an encoder that wants one, such as
-    `passage:`. null: none; a pretrained encoder that declares prompts for queries or documents is refused then."""
+    """Text before every span, such as `passage:`, not predicted. null: none; refused if the encoder declares
+    prompts."""
     query_prompt: str | None = Field(default=None, max_length=16_384)
-    """As `prompt`, before anchors that are queries (`spans.query_share`) and before premises of supervised SimCSE.
-    null: `prompt`, there too."""
+    """As `prompt`, before queries and premises of supervised SimCSE. null: `prompt`."""
     layout: Literal["packed", "padded"] = "packed"
-    """packed: no padding, attention within spans only; encoders for which this is not proved equal use padded. padded:
-    always pad."""
+    """packed: no padding, where this is proved equal. padded: always pad."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Replaces every dropout probability of the model; null: keep the model's."""
+    """Every dropout probability of the model; null: the model's."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Probability of dropping attention weights; null: `dropout`, or the model's. Above 0, a CPU computes attention
-    weights explicitly, which is slow and needs memory; a GPU does so in float32, in padded layouts, and without
-    Triton."""
+    """Dropout of attention weights; null: `dropout`, or the model's. Slow on CPUs, and on GPUs in float32, padded or
+    without Triton."""
 
     num_trainable_layers: int | None = Field(default=None, ge=1)
-    """Train only this many of the last layers and what follows them. null: train everything."""
+    """Train only this many last layers and what follows; null: all."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward and recompute the rest: less memory, a third more time."""
+    """Recompute layers in the backward: less memory, a third more time."""
     compile: bool | None = None
-    """Compile layers and MLM loss with torch.compile, for training alone. null: on GPUs, unless parameters are sharded
-    or no C compiler is installed."""
+    """Compile layers and MLM loss. null: on GPUs, unless sharded or without a C compiler."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":

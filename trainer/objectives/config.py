@@ -16,33 +16,29 @@ BetaShape = Annotated[int, Field(ge=1, le=32)]
 
 
 class SpanConfig(Strict):
-    """Numbers, lengths and positions of the spans drawn from a document."""
+    """Spans drawn from a document."""
 
     num_anchors: int = Field(default=2, ge=1, le=64)
-    """Anchors A per document and epoch; if not set, `geometry.num_anchors` of the shards."""
+    """Anchors A per document and epoch; not set: `geometry.num_anchors`."""
     num_positives: int = Field(default=2, ge=1, le=64)
     """Positives P per anchor."""
     min_tokens: int = Field(default=32, ge=1)
-    """Shortest span, l_min, in tokens without specials; if not set, `geometry.min_tokens` of the shards, or
-    `max_tokens` if that is smaller."""
+    """Shortest span, l_min, in tokens without specials; not set: `geometry.min_tokens`."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest span, l_max, in tokens without specials; at most, and if not set, `geometry.max_tokens` of the shards."""
+    """Longest span, l_max; at most, and if not set, `geometry.max_tokens`."""
     anchor_beta: tuple[BetaShape, BetaShape] = (4, 2)
-    """Whole numbers a and b: an anchor's length follows Beta(a, b) between `min_tokens` and `max_tokens`, with mean a /
-    (a + b)."""
+    """Whole numbers a and b: an anchor's length follows Beta(a, b) between both limits."""
     positive_beta: tuple[BetaShape, BetaShape] = (2, 4)
     """As `anchor_beta`, of a positive's length."""
     strategy: Literal["all", "adjacent", "subsuming", "distant"] = "all"
     """Position of positives. all: overlapping or touching the anchor. adjacent: next to it. subsuming: inside it.
-    distant: anywhere in the document without overlap."""
+    distant: without overlap."""
     min_distance_tokens: int = Field(default=0, ge=0)
-    """Least number of tokens between an anchor and its positives, with `strategy: distant`; in too short documents they
-    are as far away as possible."""
+    """Least tokens between anchor and positives, if they fit; with `strategy: distant`."""
     query_share: float = Field(default=0, ge=0, le=1)
-    """Share of the anchors that are as short as what people type to search; their positives, of the lengths of others,
-    are the text behind them, or before them at the end of a document."""
+    """Share of the anchors that are as short as queries; their positives are the text beside them."""
     query_tokens: tuple[Annotated[int, Field(ge=1)], int] = (4, 16)
-    """Tokens of the shortest and the longest of these anchors, at most `min_tokens`; all lengths are equally likely."""
+    """Tokens of the shortest and longest of them, at most `min_tokens`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpanConfig":
@@ -73,10 +69,9 @@ class MatryoshkaConfig(Strict):
     """Matryoshka (Kusupati et al. 2022): the first numbers of an embedding are trained as embeddings, too."""
 
     sizes: list[Size]
-    """Sizes whose losses are added, such as [32, 64, 128, all]: the first numbers of the exported embedding; all, which
-    must be one of them: the whole."""
+    """Sizes to train, such as [32, 64, 128, all]; all is required."""
     weights: list[float] | None = None
-    """Weights of the sizes' losses; null: 1 each. An MLM loss next to their sum weighs less unless they add up to 1."""
+    """Weights of the losses of these sizes; null: 1 each."""
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -159,7 +154,7 @@ class ObjectiveConfig(Strict):
     kind: str
     """Name of the objective."""
     matryoshka: MatryoshkaConfig | None = None
-    """Sizes of the embedding trained together, each with the whole loss but MLM; null: the whole alone."""
+    """Sizes of the embedding trained together; null: the whole alone."""
 
     implementation: ClassVar[str]
     """`package.module:Class` of its `Objective`, imported when the run is built."""

@@ -23,7 +23,7 @@ class TextObjectiveConfig(ObjectiveConfig):
     )
 
     max_tokens: int = Field(default=32, ge=3)
-    """Longest text, in tokens with specials; longer ones are cut at the end."""
+    """Longest text, in tokens with specials; longer ones are cut."""
 
     @property
     def text_tokens(self) -> int:
@@ -36,7 +36,7 @@ class TextObjectiveConfig(ObjectiveConfig):
 
 
 class SimcseConfig(TextObjectiveConfig):
-    """SimCSE (Gao et al. 2021): cross entropy of cosines over the batch; defaults of the unsupervised BERT run."""
+    """SimCSE (Gao et al. 2021); defaults of the unsupervised BERT run."""
 
     implementation: ClassVar[str] = "declutr.trainer.objectives.simcse:Simcse"
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
@@ -46,24 +46,22 @@ class SimcseConfig(TextObjectiveConfig):
 
     kind: Literal["simcse"] = "simcse"
     supervised: bool = False
-    """false: two forwards of a sentence with different dropout (content sentences). true: a premise, an entailed and
-    a contradicting hypothesis (content triples, or pairs with `required_labels: [entailment, contradiction]`)."""
+    """false: two forwards of a sentence. true: triples, or pairs with `required_labels: [entailment,
+    contradiction]`."""
     hard_negatives: bool = True
-    """false, supervised only: without the contradicting hypothesis, so that pairs need none, such as queries with
-    their texts; the queries have `encoder.query_prompt`."""
+    """false, supervised only: pairs need no contradicting hypothesis."""
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     hard_negative_weight: float = 0.0
-    """Number added to the logit of a row's own contradiction; supervised only."""
+    """Added to the logit of a row's contradiction; supervised only."""
     head: bool = True
-    """Train a linear layer with tanh behind the pooling; exported only if `supervised`."""
+    """Linear layer with tanh behind the pooling; exported only if `supervised`."""
     equal_views: bool = False
-    """Drop the same features in both forwards, so that a sentence's views are equal. Unsupervised only."""
+    """The same dropout in both views; unsupervised only."""
     mlm_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of an MLM loss on masked copies of the texts (0.1 in the paper); 0: no copies."""
+    """Weight of an MLM loss on masked copies (paper: 0.1); 0: none."""
     mlm_copies: Literal["first", "all"] = "first"
-    """Texts of a row to copy, mask and predict. first: the sentence or premise. all: every view with its own mask, as
-    released, at as many more forwards."""
+    """Texts to mask and predict. first: the sentence or premise. all: every view."""
     masking: MaskingConfig = MaskingConfig()
     """Masking of the copies."""
 
@@ -164,22 +162,21 @@ class ScdConfig(TextObjectiveConfig):
 
     kind: Literal["scd"] = "scd"
     dropout_rates: tuple[Rate, Rate] = (0.05, 0.155)
-    """Dropout rates of the two views' hidden states, instead of the encoder's."""
+    """Dropout of the two views' hidden states."""
     attention_dropout_rates: tuple[Rate, Rate] | None = None
-    """Dropout rates of the two views' attention weights; null: `dropout_rates`, as released."""
+    """Dropout of the two views' attention weights; null: `dropout_rates`."""
     repulsion_weight: float = Field(default=1.0, ge=0)
-    """alpha (task_alpha as released): weight of the mean cosine of the two views, to be minimised."""
+    """alpha: weight of the mean cosine of the two views."""
     decorrelation_weight: float = Field(default=0.005225, ge=0)
-    """beta (task_beta as released): weight of the decorrelation."""
+    """beta: weight of the decorrelation."""
     off_diagonal_weight: float = Field(default=0.012, ge=0)
-    """lambda: weight of correlations between different dimensions, relative to those of one with itself."""
+    """lambda: weight of correlations between different dimensions."""
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the mean cosine."""
     projector: list[Annotated[int, Field(ge=1)]] = Field(default=[4096, 4096, 4096], min_length=1)
     """Widths of the projector's linear layers; not exported."""
     initializer_range: float | None = Field(default=None, gt=0)
-    """Standard deviation of the projector's initial weights, with biases of 0 (0.02 as released); null: torch's,
-    uniform up to 1 / sqrt(inputs)."""
+    """Standard deviation of the projector's new weights (released: 0.02); null: torch's."""
 
     @model_validator(mode="after")
     def _views_differ(self) -> "ScdConfig":
@@ -234,9 +231,9 @@ class SclConfig(TextObjectiveConfig):
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the dot products."""
     positives: Limit = "all"
-    """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
+    """Largest number of positives of an anchor, its own included."""
     negatives: Limit = "all"
-    """Largest number of negatives of an anchor; the released code always takes all."""
+    """Largest number of negatives of an anchor (released: all)."""
 
     @property
     def learns(self) -> str:

@@ -11,11 +11,10 @@ class OptimConfig(Strict):
     """AdamW and its schedule; the defaults are DeCLUTR's."""
 
     lr: float = Field(default=5e-5, ge=0)
-    """Highest learning rate. 0 (auxiliary tasks only): log the loss, do not train."""
+    """Highest learning rate; 0 (auxiliary tasks only): log the loss alone."""
     schedule: Literal["slanted_triangular", "linear", "cosine", "constant"] = "slanted_triangular"
-    """Learning rate over the steps. slanted_triangular: up for `cut_fraction` of the run, then down to lr / `ratio`. As
-    in transformers, up from 0 for `warmup_ratio` of the run, then linear: down to 0; cosine: down in half a cosine;
-    constant: unchanged."""
+    """slanted_triangular: up for `cut_fraction`, then down to lr / `ratio`. Others: up for `warmup_ratio`, then linear:
+    down to 0; cosine: half a cosine; constant: unchanged."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
     """Share of the steps with a rising rate, for linear, cosine and constant."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -23,12 +22,11 @@ class OptimConfig(Strict):
     eps: float = Field(default=1e-6, gt=0)
     """Term that keeps AdamW's denominator above zero."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay, not of biases and weights of normalisation layers."""
+    """Decoupled weight decay, not of biases and norms."""
     bias_correction: bool = True
-    """Correct the bias of AdamW's moments. false: as the released run (transformers 3.4), whose first updates are about
-    3 times larger."""
+    """Correct the bias of AdamW's moments; false: as released."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest total norm of the gradient, which is scaled down to it. null: any."""
+    """Largest norm of the gradient; null: any."""
     cut_fraction: float = Field(default=0.1, ge=0, le=1)
     """Share of the steps with a rising rate, for slanted_triangular."""
     ratio: float = Field(default=32.0, ge=1)

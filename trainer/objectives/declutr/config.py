@@ -19,18 +19,17 @@ _EASY_SHARE = 0.1
 
 
 class NTXentConfig(Strict):
-    """NT-Xent (DeCLUTR eq. 1 divided by its 2M terms), computed in at least float32."""
+    """NT-Xent (DeCLUTR eq. 1 divided by its 2M terms)."""
 
     kind: Literal["ntxent"] = "ntxent"
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     exclude_same_document: bool = False
-    """Leave the other spans of an anchor's own document out of its denominator; without a queue. false: they are
-    negatives."""
+    """An anchor's own document gives no negatives; without a queue."""
 
 
 class MetricLearningConfig(Strict):
-    """Any loss and miner of pytorch-metric-learning, by name. Its NTXentLoss needs O(M^3) memory."""
+    """Any loss and miner of pytorch-metric-learning, by name."""
 
     kind: Literal["pytorch_metric_learning"]
     loss: str
@@ -66,7 +65,7 @@ ContrastiveLossConfig = Annotated[
 
 
 class DeclutrConfig(ObjectiveConfig):
-    """Contrastive loss + MLM (DeCLUTR eq. 3), or only one of them (Figure 3)."""
+    """Contrastive loss + MLM (DeCLUTR eq. 3), or one of them."""
 
     implementation: ClassVar[str] = "declutr.trainer.objectives.declutr.objective:Declutr"
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
@@ -82,13 +81,11 @@ class DeclutrConfig(ObjectiveConfig):
     masking: MaskingConfig = MaskingConfig()
     """Masking of anchors for MLM."""
     contrast_unmasked_anchors: bool = False
-    """Embed anchors again without masks for the contrastive loss; the released code contrasts masked anchors."""
+    """Embed anchors without masks for the contrastive loss."""
     queue_size: int = Field(default=0, ge=0)
-    """Embeddings of earlier steps as extra negatives (the paper's memory bank), with the loss ntxent and without its
-    `exclude_same_document`; 0: none."""
+    """Earlier embeddings as extra negatives, for ntxent; 0: none."""
     reference_rank_scaling: Annotated[int, Field(ge=1)] | None = None
-    """Divide the gradient of the contrastive loss, not the logged loss, by this number, as released by the number of
-    GPUs (4 in the paper). null: off."""
+    """Divide the contrastive gradient by this number (paper: 4). null: off."""
 
     @model_validator(mode="after")
     def _queue_needs_ntxent(self) -> "DeclutrConfig":

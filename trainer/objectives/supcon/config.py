@@ -17,13 +17,13 @@ class CropConfig(Strict):
     """Two views of an image: crops with changed colours. The defaults are those of VisualCSE, as in SimCLR."""
 
     min_scale: float = Field(default=0.2, gt=0, le=1)
-    """Smallest area of a crop as a fraction of the image's, up to 1. Sides are 3:4 to 4:3."""
+    """Smallest area of a crop as a fraction of the image's."""
     hflip: Fraction = 0.5
     """Probability of a horizontal flip."""
     color_jitter_prob: Fraction = 0.8
     """Probability of changed brightness, contrast, saturation and hue."""
     color_jitter: float = Field(default=0.4, ge=0, le=1)
-    """Largest change of brightness, contrast and saturation; of hue, a quarter of it."""
+    """Largest change of brightness, contrast and saturation; a quarter for hue."""
     grayscale_prob: Fraction = 0.2
     """Probability of a grey image."""
 
@@ -34,9 +34,9 @@ class MaskConfig(Strict):
     freq_mask: int = Field(default=0, ge=0)
     """Largest number of masked mel bands (48 in AudioCSE)."""
     time_mask: int = Field(default=0, ge=0)
-    """Largest number of masked frames (192 in AudioCSE); at most half of a clip."""
+    """Largest number of masked frames (192 in AudioCSE), at most half."""
     shared: bool = False
-    """true: both views have the same masks and differ by dropout alone, as in AudioCSE. false: each has its own."""
+    """Both views have the same masks, as in AudioCSE."""
 
 
 class SupconConfig(ObjectiveConfig):
@@ -49,23 +49,21 @@ class SupconConfig(ObjectiveConfig):
 
     kind: Literal["supcon"] = "supcon"
     labels: bool = True
-    """true: rows with the same label are positives (SupCon). false: only the two views of a row (SimCLR)."""
+    """true: rows of one label are positives (SupCon). false: the two views of a row (SimCLR)."""
     temperature: float = Field(default=0.07, gt=0)
     """Divisor of the cosine similarities."""
     base_temperature: float = Field(default=0.07, gt=0)
-    """The loss is multiplied by temperature / base_temperature, as published."""
+    """The loss is multiplied by temperature / base_temperature."""
     reference_supcon: bool = False
-    """The loss of VisualCSE's scripts (`--new_supcon`), whose target is the rank of a row's label: with 48 rows of 60
-    classes, a view of the same class in 4% of rows. For reproductions alone."""
+    """The loss of VisualCSE's scripts (`--new_supcon`), for reproductions alone."""
     head: bool = True
-    """Train a linear layer with tanh behind the pooling; not exported."""
+    """Linear layer with tanh behind the pooling; not exported."""
     crops: CropConfig = CropConfig()
     """Views of images."""
     masks: MaskConfig = MaskConfig()
     """Views of sounds."""
     mixup: Fraction = 0.0
-    """Probability that a clip is mixed, before it is masked, with another of the corpus (0.5 in AudioCSE). Its share
-    follows Beta(10, 10); the label is the louder part's. Sounds only."""
+    """Probability that a clip is mixed with another (AudioCSE: 0.5). Sounds only."""
 
     @model_validator(mode="after")
     def _scaled(self) -> "SupconConfig":
