@@ -378,7 +378,7 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
     else:
         held_out = ShardSet(data_folder(validation.data, plan.config.cache), "train", look=False)
     prompt = plan.config.encoder.prompt or ""
-    vocabulary = vocabulary_of(parts.tokenizer, prompt)
+    vocabulary = vocabulary_of(parts.tokenizer, prompt, plan.config.encoder.query_prompt)
     room = max_content(task.encoder, vocabulary)
     settings = vocabulary, room, validation.max_documents, task.comm, device
     validators: list[tuple[str, Validator | None]] = []
