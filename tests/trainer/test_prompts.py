@@ -127,6 +127,17 @@ def test_a_validation_of_pairs_has_both_prompts(pairs, tmp_path):
     assert validator.collator.vocabulary == parts.collators[""].vocabulary
 
 
+def test_a_prompt_as_long_as_a_text_is_refused(pairs, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(pairs / "tokenizer")
+    num_specials = vocabulary_of(tokenizer, "text: ", "asked: ").num_specials
+    assert problems(of_pairs(pairs, tmp_path, num_specials + 1)) == []
+    (problem,) = problems(of_pairs(pairs, tmp_path, num_specials))
+    says(problem, f"objective.max_tokens = {num_specials}", "encoder.query_prompt", num_specials + 1)
+    task = {"data": str(pairs), "objective": of_pairs(pairs, tmp_path, num_specials).objective.model_dump()}
+    (problem,) = problems(of_pairs(pairs, tmp_path, auxiliary_tasks={"more": task}))
+    says(problem, f"auxiliary_tasks.more.objective.max_tokens = {num_specials}", num_specials + 1)
+
+
 def exported(data, tmp_path, pretrained, prompt, **settings):
     encoder = {"pretrained": str(pretrained), "prompt": prompt, **settings}
     config = given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 4]})

@@ -103,11 +103,17 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if (room := positions - vocabulary_of(tokenizer, encoder.prompt or "", encoder.query_prompt).num_specials) < 1:
-        longest = max(("prompt", "query_prompt"), key=lambda name: len(getattr(encoder, name) or ""))
+    num_specials = vocabulary_of(tokenizer, encoder.prompt or "", encoder.query_prompt).num_specials
+    longest = max(("prompt", "query_prompt"), key=lambda name: len(getattr(encoder, name) or ""))
+    if (room := positions - num_specials) < 1:
         problems.append(
             f"encoder.{longest} leaves {max(0, room)} of the encoder's {positions} positions for a span; use a shorter "
             "one"
+        )
+    elif texts is not None and texts <= num_specials:
+        problems.append(
+            f"objective.max_tokens = {texts}: special tokens and encoder.{longest} take {num_specials}, and a text "
+            f"needs at least one; set it to at least {num_specials + 1}, or use a shorter prompt"
         )
     return problems or _weight_problems(plan, task, tokenizer)  # weights take seconds
 
