@@ -1,6 +1,9 @@
 """Frontends: equal to ViT's embeddings, read by every family; accuracy of nearest neighbours of clips."""
 
 import io
+import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from rows import image_rows
 from tiny import VOCABULARY, family_encoder, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
-from declutr.common.errors import EncoderError
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import new_frontend
 from declutr.trainer.config import TrainConfig
@@ -151,6 +154,18 @@ def test_another_model_is_no_vit(tmp_path):
     BertConfig().save_pretrained(tmp_path)
     frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(tmp_path)), 48, 4, 16, 0)
     with pytest.raises(EncoderError, match=all_of("type bert", "vit")):
+        load_vit(frontend)
+
+
+def test_a_vit_beyond_the_bounds_of_a_model_is_refused(vit, tmp_path):
+    folder = shutil.copytree(vit, tmp_path / "vit")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 5000}))
+    frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(folder)), 48, 4, 16, 0)
+    with pytest.raises(DamagedError, match=all_of("num_hidden_layers = 5000", "1,000")):
+        load_vit(frontend)
+    os.mkfifo(folder / "weights.json")
+    with pytest.raises(DamagedError, match=all_of("weights.json", "a pipe")):
         load_vit(frontend)
 
 
