@@ -212,8 +212,12 @@ def _size_problems(
 
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
     source = encoder.pretrained if encoder.pretrained is not None else encoder.from_config
+    return f"encoder = {source}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
     # messages of transformers have many lines, some errors none
-    return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def task_problems(plan: RunPlan) -> list[str]:
@@ -223,13 +227,20 @@ def task_problems(plan: RunPlan) -> list[str]:
         task, manifest = plan.tasks[name], plan.manifests[name]
         wrong = objective_problems(task)
         if not wrong and manifest.content.kind in MEDIA_KINDS:
-            encoder = build_encoder(plan.config, tokenizer_of_shards(plan.data[""][0], plan.manifest)[0])
+            try:
+                encoder = build_encoder(plan.config, tokenizer_of_shards(plan.data[""][0], plan.manifest)[0])
+            except _UNLOADABLE as error:
+                problems.append(_unloadable(plan.config.encoder, error))  # equal lines are shown once
+                continue
             try:
                 frontend = build_frontend(task, encoder, manifest.content)
                 problem = patch_problem(encoder, frontend) if frontend is not None else None
                 wrong = [f"frontend: {problem}"] if problem else _size_problems(plan, task, encoder)
-            except (EncoderError, OSError) as error:
-                wrong = [str(error).splitlines()[0]]
+            except EncoderError as error:  # it names the setting
+                wrong = [_first_line(error)]
+            except _UNLOADABLE as error:
+                source = plan.config.auxiliary_tasks[name].frontend.pretrained
+                wrong = [f"frontend.pretrained = {source}: {_first_line(error)}"]
         elif not wrong:
             wrong = encoder_problems(plan, name)
         problems += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
