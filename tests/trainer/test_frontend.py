@@ -20,6 +20,8 @@ from tiny import VOCABULARY, family_encoder, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
 from declutr.common.errors import DamagedError, EncoderError
+from declutr.pipeline.media.clips import log_mel
+from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import new_frontend
 from declutr.trainer.config import TrainConfig
@@ -170,6 +172,16 @@ def test_a_vit_beyond_the_bounds_of_a_model_is_refused(vit, tmp_path):
 
 
 AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": None}
+
+
+def test_every_frame_of_the_longest_clip_has_a_position():
+    """Also if the distance of frames is no whole number of samples, which `prepare` cuts."""
+    config = FrontendConfig(patch_size=(1, 20))
+    content = AudioContent.model_validate(AUDIO | {"sample_rate": 11_025, "hop_length_ms": 1.04})
+    samples = np.random.default_rng(0).normal(size=11_025)
+    assert len(log_mel(samples, content)) == len(new_frontend(config, content, 16, 0).positions) - 1
+    whole = AudioContent.model_validate(AUDIO | {"max_seconds": 10.24})
+    assert len(new_frontend(config, whole, 16, 0).positions) == 1 + 1024
 
 
 def test_nearest_accuracy_counts_neighbours_of_the_same_label_and_ties_as_wrong():
