@@ -1,5 +1,6 @@
 """Builds what a worker trains with, from the plan of its run. No Ray: checks and benchmarks use it too."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from declutr.common import seeding
 from declutr.common.errors import ShardError, UsageError
 from declutr.common.paths import expand
+from declutr.pipeline.media.clips import frame_samples
 from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
@@ -317,7 +319,9 @@ def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent
     if isinstance(content, ImagesContent):
         places = (settings.image_size // deep) * (settings.image_size // wide)
         return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
-    frames = int(content.max_seconds * 1000 / content.hop_length_ms)
+    length, hop = frame_samples(content)  # whole samples, so that a clip may have more frames than its time has hops
+    samples = math.ceil(content.max_seconds * content.sample_rate) + 1  # resampling may add one
+    frames = max(int(content.max_seconds * 1000 / content.hop_length_ms), 1 + max(0, samples - length) // hop)
     return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)
 
 
@@ -378,7 +382,7 @@ def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Valida
     else:
         held_out = ShardSet(data_folder(validation.data, plan.config.cache), "train", look=False)
     prompt = plan.config.encoder.prompt or ""
-    vocabulary = vocabulary_of(parts.tokenizer, prompt)
+    vocabulary = vocabulary_of(parts.tokenizer, prompt, plan.config.encoder.query_prompt)
     room = max_content(task.encoder, vocabulary)
     settings = vocabulary, room, validation.max_documents, task.comm, device
     validators: list[tuple[str, Validator | None]] = []

@@ -79,7 +79,7 @@ class Difference:
 def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterator[Difference]:
     """Differences for float64 and float32, 1 process and each number of `processes`, and three microbatches.
 
-    The batch has `documents` documents, at most those of the configuration, whose precision is replaced.
+    The batch has `documents` documents, at most those of the configuration, whose precisions are replaced.
     """
     size = min(documents, config.batch_documents)
     precisions: tuple[Precision, ...] = ("float64", "float32")
@@ -169,7 +169,8 @@ def _prepare(
 ) -> tuple[list[TrainStep], dict[str, RankBatch]]:
     """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
-    plan = RunPlan.of(config.model_copy(update={"precision": "fp32"}))
+    scaling = config.scaling.model_copy(update={"reduce_dtype": "fp32"})  # `_gradients` sums after the last backward
+    plan = RunPlan.of(config.model_copy(update={"precision": "fp32", "scaling": scaling}))
     parts = build_parts(plan, comm, getattr(torch, case.precision), Microbatch(case.microbatch_tokens))
     shares = {}
     for name, order in plan.orders.items():

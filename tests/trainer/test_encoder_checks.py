@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from tinyruns import problems, state_of
 from torch import nn
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel, ViTConfig, ViTModel
 
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
@@ -310,3 +310,22 @@ def test_replaced_shards_are_named_by_their_task(config, tmp_path):
     pictures(tmp_path / "images", 50)
     (line,) = problems(config)
     says(line, "other shards", f"auxiliary_tasks.image.data = {tmp_path}/images/out")
+
+
+def test_a_task_of_images_names_a_wrong_encoder_and_a_damaged_vit(data, tmp_path):
+    pictures(tmp_path / "images", 0)
+    vit, shape = tmp_path / "vit", SHAPE | {"hidden_size": 32}
+    ViTModel(ViTConfig(**shape, image_size=16, patch_size=8), add_pooling_layer=False).save_pretrained(vit)
+    image = {"data": str(tmp_path / "images/out"), "objective": {"kind": "supcon"}, "batch_documents": 4}
+    image |= {"frontend": {"image_size": 16, "patch_size": [8, 8], "pretrained": str(vit)}}
+
+    def lines(from_config):
+        return problems(given(data, tmp_path, {"from_config": from_config}, auxiliary_tasks={"image": image}))
+
+    (line,) = lines({"model_type": "gpt2"})
+    says(line, "encoder = {'model_type': 'gpt2'}", "gpt2 is not an encoder")
+    assert lines(runs.FROM_CONFIG) == []
+    whole = (vit / "model.safetensors").read_bytes()
+    (vit / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (line,) = lines(runs.FROM_CONFIG)
+    says(line, f"auxiliary_tasks.image.frontend.pretrained = {vit}", "not fully covered")

@@ -1,6 +1,9 @@
 """Frontends: equal to ViT's embeddings, read by every family; accuracy of nearest neighbours of clips."""
 
 import io
+import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +19,9 @@ from rows import image_rows
 from tiny import VOCABULARY, family_encoder, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
-from declutr.common.errors import EncoderError
+from declutr.common.errors import DamagedError, EncoderError
+from declutr.pipeline.media.clips import log_mel
+from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import new_frontend
 from declutr.trainer.config import TrainConfig
@@ -154,7 +159,29 @@ def test_another_model_is_no_vit(tmp_path):
         load_vit(frontend)
 
 
+def test_a_vit_beyond_the_bounds_of_a_model_is_refused(vit, tmp_path):
+    folder = shutil.copytree(vit, tmp_path / "vit")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 5000}))
+    frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(folder)), 48, 4, 16, 0)
+    with pytest.raises(DamagedError, match=all_of("num_hidden_layers = 5000", "1,000")):
+        load_vit(frontend)
+    os.mkfifo(folder / "weights.json")
+    with pytest.raises(DamagedError, match=all_of("weights.json", "a pipe")):
+        load_vit(frontend)
+
+
 AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": None}
+
+
+def test_every_frame_of_the_longest_clip_has_a_position():
+    """Also if the distance of frames is no whole number of samples, which `prepare` cuts."""
+    config = FrontendConfig(patch_size=(1, 20))
+    content = AudioContent.model_validate(AUDIO | {"sample_rate": 11_025, "hop_length_ms": 1.04})
+    samples = np.random.default_rng(0).normal(size=11_025)
+    assert len(log_mel(samples, content)) == len(new_frontend(config, content, 16, 0).positions) - 1
+    whole = AudioContent.model_validate(AUDIO | {"max_seconds": 10.24})
+    assert len(new_frontend(config, whole, 16, 0).positions) == 1 + 1024
 
 
 def test_nearest_accuracy_counts_neighbours_of_the_same_label_and_ties_as_wrong():

@@ -7,6 +7,7 @@ Dropout is on. Workers share rows unevenly, and rows differ in their numbers of 
 
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,15 +15,17 @@ import torch
 from cases import AUXILIARY, CASES, batch_of, collator_of, of_tasks, rows_of, task_of, train_steps_of
 from groups import run_group
 from measures import deviation
-from tiny import SHORT_LENGTHS, tiny_encoder
+from tiny import SHORT_LENGTHS, tiny_encoder, with_task
 from tinyruns import state_of
 
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load, step_parameters
 from declutr.trainer.data.packedbatch import DIGEST
+from declutr.trainer.objectives import simcse
 from declutr.trainer.objectives.base import SHARED_ROWS
 from declutr.trainer.parallel.communicator import Communicator, full_tensor
 from declutr.trainer.parallel.reducers import FixedPointReducer
+from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.step import NonFiniteLosses
 from declutr.trainer.worker.loop import take
 
@@ -132,6 +135,31 @@ def test_steps_are_equal_on_any_number_of_workers(size, sharded, shared_rows):
             its_lines, its_tensors = other[name][1]
             assert lines == its_lines, name
             assert all(torch.equal(value, its_tensors[key]) for key, value in tensors.items()), name
+
+
+def without_memory(comm):
+    """The term of a shared loss of several sizes; memory of the last rank was too small for the first of them."""
+    failures = [torch.OutOfMemoryError("given to this test")] * (comm.rank == comm.size - 1)
+    case, log_sums = CASES["simcse with sizes"], simcse._Scores.log_sums
+
+    def failing(scores):
+        if failures:
+            raise failures.pop()
+        return log_sums(scores)
+
+    (train_step,) = train_steps_of(case, comm, shared_rows=0)
+    train_step = with_task(train_step, microbatch=Microbatch(60, automatic=True))
+    with patch.object(simcse._Scores, "log_sums", failing):
+        (gradients_of_task,) = train_step.gradients(batch_of(case, [train_step]), 1)
+    return gradients_of_task.terms["contrastive"].item(), train_step.tasks[0].microbatch.max_tokens < 60
+
+
+@pytest.mark.dist
+def test_a_loss_of_several_sizes_is_repeated_if_a_worker_lacks_memory():
+    expected = alone("simcse with sizes")[1]["_contrastive"]
+    for value, lowered in run_group(2, without_memory):
+        assert value == pytest.approx(expected, rel=1e-10)
+        assert lowered
 
 
 @pytest.mark.dist

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from declutr.common.errors import ShardError
 from declutr.pipeline.media.clips import log_mel
 from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.shards import ShardSet, document_keys
+from declutr.trainer.data import chunks
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
@@ -194,6 +196,15 @@ def test_tasks_that_read_shards_mix_as_the_worker_does(sounds):
         halves = pa.concat_tables([chunk(rank, 2).slice(3 * step, 3) for rank in (0, 1)])
         assert halves.equals(alone.slice(6 * step, 6))
     assert collator.collate(alone, alone["epoch"].to_numpy()).num_rows == 12
+
+
+def test_chunks_of_sounds_are_bounded_by_their_energies_and_change_no_row(sounds, monkeypatch):
+    totals = sounds.manifest.totals
+    monkeypatch.setattr(chunks, "_CHUNK_VALUES", 4 * (MELS * totals["num_tokens"] // totals["kept"]))
+    part = rank_plan(Plan(0, sounds.num_documents, 2), sounds, 0, 1, 0, 5)
+    assert part.chunk_steps == 2
+    tables = [read_chunk({"id": np.array([number])}, part, 0) for number in range(part.num_chunks)]
+    assert pa.concat_tables(tables).equals(read_chunk({"id": np.array([0])}, replace(part, chunk_steps=5), 0))
 
 
 PLAIN = {"hflip": 0.0, "color_jitter_prob": 0.0, "grayscale_prob": 0.0}

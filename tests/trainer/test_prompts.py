@@ -6,19 +6,23 @@ import json
 import numpy as np
 import pytest
 import tinyruns as runs
+import torch
 from messages import all_of, says
+from preparing import prepare_rows
 from tiny import VOCABULARY
 from tinyruns import problems
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from declutr.adaptation.candidates import document_prompt, load_transformer
 from declutr.adaptation.passages import make_passages
-from declutr.trainer.build import build_encoder
+from declutr.trainer.build import build_encoder, build_parts, build_validator
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import pack_spans
 from declutr.trainer.data.packing import MaskingConfig
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.run import RunPlan
 
 PROMPTS = {"query": "query: ", "passage": "passage: "}
 
@@ -99,6 +103,39 @@ def test_a_prompt_of_queries_needs_queries_and_room_for_them(data, tmp_path, pre
     says(problem, "encoder.query_prompt leaves 0 of the encoder's 96")
     (problem,) = problems(given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 90]}))
     says(problem, "spans.query_tokens = [2, 90]", "spans.min_tokens")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    rows = [{"query": f"a question about {n}", "text": f"the answer is {n} and {n % 7} more"} for n in range(60)]
+    content = {"kind": "pairs", "premise": "query", "hypothesis": "text", "label": None}
+    return prepare_rows(tmp_path_factory.mktemp("pairs") / "pairs", content, rows)[0]
+
+
+def of_pairs(pairs, tmp_path, max_tokens=20, **changes):
+    """A run over queries and texts, each with a prompt of its own."""
+    objective = {"kind": "simcse", "supervised": True, "hard_negatives": False, "max_tokens": max_tokens}
+    encoder = {"prompt": "text: ", "query_prompt": "asked: "}
+    return runs.train_config(pairs, tmp_path / "run", objective=objective, encoder=encoder, **changes)
+
+
+def test_a_validation_of_pairs_has_both_prompts(pairs, tmp_path):
+    plan = RunPlan.of(of_pairs(pairs, tmp_path, validation={"every_steps": 1}))
+    parts = build_parts(plan, Communicator(), torch.device("cpu"))
+    ((_, validator),) = build_validator(plan, parts, torch.device("cpu")).parts
+    assert validator.collator.vocabulary.query_prompt
+    assert validator.collator.vocabulary == parts.collators[""].vocabulary
+
+
+def test_a_prompt_as_long_as_a_text_is_refused(pairs, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(pairs / "tokenizer")
+    num_specials = vocabulary_of(tokenizer, "text: ", "asked: ").num_specials
+    assert problems(of_pairs(pairs, tmp_path, num_specials + 1)) == []
+    (problem,) = problems(of_pairs(pairs, tmp_path, num_specials))
+    says(problem, f"objective.max_tokens = {num_specials}", "encoder.query_prompt", num_specials + 1)
+    task = {"data": str(pairs), "objective": of_pairs(pairs, tmp_path, num_specials).objective.model_dump()}
+    (problem,) = problems(of_pairs(pairs, tmp_path, auxiliary_tasks={"more": task}))
+    says(problem, f"auxiliary_tasks.more.objective.max_tokens = {num_specials}", num_specials + 1)
 
 
 def exported(data, tmp_path, pretrained, prompt, **settings):

@@ -5,6 +5,7 @@ import tinyruns as runs
 from messages import all_of
 from pydantic import ValidationError
 
+from declutr.trainer.data.packing import MaskingConfig
 from declutr.trainer.metrics.config import WandbConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import SpanConfig
@@ -35,6 +36,11 @@ REFUSED = [
     (DeclutrConfig, {"terms": "mlm", "matryoshka": SIZES}, "only MLM is trained"),
     (SupconConfig, {"reference_supcon": True, "base_temperature": 0.5}, "base_temperature"),
     (SimcseConfig, {"equal_views": True, "supervised": True}, "equal_views = true needs supervised = false"),
+    (
+        MaskingConfig,
+        {"mask_replace_prob": 0.95},
+        ("mask_replace_prob = 0.95", "random_replace_prob = 0.1", "at most 1", "lower"),
+    ),
     (OptimConfig, {"warmup_ratio": 0.1}, ("no effect", "schedule = slanted_triangular")),
     (OptimConfig, {"schedule": "linear", "cut_fraction": 0.2}, ("no effect", "schedule = linear")),
     (OptimConfig, {"schedule": "cosine", "ratio": 8}, ("no effect", "schedule = cosine")),

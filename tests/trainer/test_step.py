@@ -25,7 +25,7 @@ from tiny import (
     tiny_train_step,
     with_task,
 )
-from tinyruns import state_of
+from tinyruns import state_of, train_config, word_shards
 from torch import nn
 from transformers import get_scheduler
 
@@ -37,6 +37,7 @@ from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.reducers import BucketedReducer
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import GradCache, Microbatch
@@ -337,6 +338,13 @@ def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
     found = list(verify.verify(config, 4, []))
     assert found
     assert not any(row.within for row in found)
+
+
+def test_gradients_are_verified_without_compressed_sums(tmp_path):
+    """Their reducer would send buckets that no step has begun."""
+    config = train_config(word_shards(tmp_path / "data"), tmp_path / "run", scaling={"reduce_dtype": "bf16"})
+    (train_step,), _ = verify._prepare(config, 2, verify.Case("float32", 2, None), Communicator(0, 2))
+    assert train_step.tasks[0].overlap is None
 
 
 def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():

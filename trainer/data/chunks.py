@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from declutr.common.errors import ShardError
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
+from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
 
 _CHUNK_DOCUMENTS = 1024  # tasks with fewer are mostly overhead
-_CHUNK_TOKENS = 16 * 1024 * 1024  # a chunk of long documents must easily fit the object store
+_CHUNK_VALUES = 16 * 1024 * 1024  # tokens or energies: a chunk of long documents must easily fit the object store
 
 
 Part = tuple[float, int]
@@ -81,8 +82,10 @@ def rank_plan(
 ) -> RankPlan:
     """The slice of `rank`, with chunks large enough for low overhead and small enough for memory."""
     start, end = plan.slice(rank, world_size)
-    mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
-    documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
+    totals, content = shards.manifest.totals, shards.manifest.content
+    values = content.num_mel_bins if isinstance(content, AudioContent) else 1  # a sound counts its frames
+    mean_values = max(1, totals["num_tokens"] * values // max(1, totals["kept"]))
+    documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_VALUES // mean_values))
     chunk_steps = max(1, documents // max(1, end - start))
     folders = tuple(map(str, shards.folders))
     # a process of tasks outlives a run, whose shards may be replaced

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from declutr.common import seeding
 from declutr.common.config import Strict
@@ -67,6 +67,15 @@ class MaskingConfig(Strict):
     """Probability that a selected token becomes the mask token."""
     random_replace_prob: float = Field(default=0.1, ge=0, le=1)
     """Probability that a selected token becomes a random one; the others stay."""
+
+    @model_validator(mode="after")
+    def _add_up(self) -> "MaskingConfig":
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise ValueError(
+                f"mask_replace_prob = {self.mask_replace_prob} and random_replace_prob = {self.random_replace_prob} "
+                "must add up to at most 1; lower one of them"
+            )
+        return self
 
 
 def mask_tokens(

@@ -103,11 +103,17 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if (room := positions - vocabulary_of(tokenizer, encoder.prompt or "", encoder.query_prompt).num_specials) < 1:
-        longest = max(("prompt", "query_prompt"), key=lambda name: len(getattr(encoder, name) or ""))
+    num_specials = vocabulary_of(tokenizer, encoder.prompt or "", encoder.query_prompt).num_specials
+    longest = max(("prompt", "query_prompt"), key=lambda name: len(getattr(encoder, name) or ""))
+    if (room := positions - num_specials) < 1:
         problems.append(
             f"encoder.{longest} leaves {max(0, room)} of the encoder's {positions} positions for a span; use a shorter "
             "one"
+        )
+    elif texts is not None and texts <= num_specials:
+        problems.append(
+            f"objective.max_tokens = {texts}: special tokens and encoder.{longest} take {num_specials}, and a text "
+            f"needs at least one; set it to at least {num_specials + 1}, or use a shorter prompt"
         )
     return problems or _weight_problems(plan, task, tokenizer)  # weights take seconds
 
@@ -206,8 +212,12 @@ def _size_problems(
 
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
     source = encoder.pretrained if encoder.pretrained is not None else encoder.from_config
+    return f"encoder = {source}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
     # messages of transformers have many lines, some errors none
-    return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def task_problems(plan: RunPlan) -> list[str]:
@@ -217,13 +227,20 @@ def task_problems(plan: RunPlan) -> list[str]:
         task, manifest = plan.tasks[name], plan.manifests[name]
         wrong = objective_problems(task)
         if not wrong and manifest.content.kind in MEDIA_KINDS:
-            encoder = build_encoder(plan.config, tokenizer_of_shards(plan.data[""][0], plan.manifest)[0])
+            try:
+                encoder = build_encoder(plan.config, tokenizer_of_shards(plan.data[""][0], plan.manifest)[0])
+            except _UNLOADABLE as error:
+                problems.append(_unloadable(plan.config.encoder, error))  # equal lines are shown once
+                continue
             try:
                 frontend = build_frontend(task, encoder, manifest.content)
                 problem = patch_problem(encoder, frontend) if frontend is not None else None
                 wrong = [f"frontend: {problem}"] if problem else _size_problems(plan, task, encoder)
-            except (EncoderError, OSError) as error:
-                wrong = [str(error).splitlines()[0]]
+            except EncoderError as error:  # it names the setting
+                wrong = [_first_line(error)]
+            except _UNLOADABLE as error:
+                source = plan.config.auxiliary_tasks[name].frontend.pretrained
+                wrong = [f"frontend.pretrained = {source}: {_first_line(error)}"]
         elif not wrong:
             wrong = encoder_problems(plan, name)
         problems += [f"auxiliary_tasks.{name}.{line}" for line in wrong]

@@ -15,6 +15,7 @@ from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.trainer.data.batches import PatchBatch
+from declutr.trainer.model.bounds import check_config, check_folder
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.language_model import silence
 
@@ -78,16 +79,20 @@ def load_vit(frontend: Frontend) -> None:
     """Copies the embeddings of the ViT that the settings name.
 
     Raises:
+        DamagedError: its files ask for more than a model may have.
         EncoderError: the model is no ViT, lacks these weights, or has another width, patch or size.
         OSError: its files cannot be read.
     """
-    from transformers import AutoConfig, ViTModel
+    from transformers import AutoConfig, PretrainedConfig, ViTModel
 
     config, setting = frontend.config, f"frontend.pretrained = {frontend.config.pretrained}"
     assert config.pretrained is not None
     folder = expand(config.pretrained)
     source = str(folder) if folder.is_dir() else config.pretrained
     with hub_or_cache(), silence():
+        if folder.is_dir():
+            check_folder(folder)
+        check_config(PretrainedConfig.get_config_dict(source)[0])
         vit_config = AutoConfig.from_pretrained(source)
         if vit_config.model_type != "vit":
             raise EncoderError(f"{setting}: is of type {vit_config.model_type}, not vit; name a ViT")

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -58,12 +59,14 @@ class RowShard:
         start: first row of this worker in a block.
         end: row after its last.
         total: rows of a block, M.
+        failures: the error after which this worker's numbers are NaN, to be raised after all exchanges of the loss.
     """
 
     comm: Communicator
     start: int
     end: int
     total: int
+    failures: list[RuntimeError] = field(default_factory=list)
 
     def tiles(self, length: int, size: int) -> list[slice]:
         """This worker's rows of a table of `length` rows, in slices of at most `size`."""
@@ -73,22 +76,21 @@ class RowShard:
     def complete(self, compute: Callable[[], Tensor], like: Tensor, numbers: int = 1) -> Tensor:
         """Numbers `(n, k M)` of all rows, from those of each worker's rows.
 
-        If a worker's memory runs out, it takes part in the exchange before it raises the error, so that no other waits.
+        If a worker's memory runs out, it takes part in this exchange and later ones with NaN, so that no other waits.
 
         Args:
             compute: returns `(n, k M)`, in which this worker has set the numbers of its rows.
             like: `(k M, D)`, a tensor of the same type and device.
             numbers: n.
         """
-        failure = None
+        values = like.new_full((numbers, len(like)), torch.nan)
         try:
-            values = compute()
+            values = values if self.failures else compute()
         except RuntimeError as error:
-            failure, values = error, like.new_full((numbers, len(like)), torch.nan)
+            clear_frames(error.__traceback__)  # frees its tiles for the rest of the loss
+            self.failures.append(error)
         own = values.view(numbers, -1, self.total)[..., self.start : self.end].permute(2, 0, 1)
         all_values = self.comm.all_gather(own.contiguous(), self.start, self.total).permute(1, 2, 0)
-        if failure is not None:
-            raise failure
         return all_values.reshape(numbers, -1)
 
     def only_own(self, gradient: Tensor) -> Tensor:

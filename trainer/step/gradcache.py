@@ -314,6 +314,8 @@ class GradCache:
             self._row_shard(counts),
         )
         terms = self.task.objective.terms(gathered)
+        if gathered.row_shard is not None and gathered.row_shard.failures:
+            raise gathered.row_shard.failures.pop()  # not kept: a cycle would hold the memory of the loss
         if problem := terms_problem(terms, self.task.objective.config.metrics, gathered.views):
             raise UsageError(f"objective {self.task.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.task.objective.remembers else None, spread(table)
