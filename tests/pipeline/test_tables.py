@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from messages import says
 from pydantic import ValidationError
 
 from declutr.pipeline.job.outcome import nothing_kept
+from declutr.pipeline.readers import tables
 from declutr.pipeline.readers.corpus import FilesCorpus, ReadFailure, Rules
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.streams import Body, ByteStream
@@ -68,6 +70,22 @@ def test_a_quotation_mark_costs_no_row_but_its_own(name, chunk_bytes):
     assert [record.offset for record in records] == list(range(len(expected)))
     if name == "escaped":
         says(records[0].message, '""')
+
+
+@pytest.mark.parametrize(("delimiter", "outcome"), [(",", "invalid_csv"), ("\t", '"')])
+def test_marks_that_open_a_field_on_every_line_cost_linear_time(delimiter, outcome):
+    started = time.monotonic()
+    records = read_csv(f"id{delimiter}text\n".encode() + f'a"{delimiter}"\n'.encode() * 20_000, delimiter=delimiter)
+    assert time.monotonic() - started < 20, "minutes, were each line read again for every line before it"
+    assert [text for _, text in outcomes(records)] == [outcome] * 20_000
+    assert [record.offset for record in records] == list(range(20_000))
+
+
+def test_a_row_that_takes_too_much_memory_loses_its_first_line_alone(monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 4 << 20)
+    lost, *records = read_csv(b'id,text\n1,"a\n' + b"2,b\n" * 100_000 + b'3,"c\nd"\n')
+    says(lost.message, "4 MiB of memory", "quotation mark")
+    assert [text for _, text in outcomes(records)] == ["b"] * 100_000 + ["c\nd"]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), "dictionary"])
