@@ -255,7 +255,7 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             continue
         literal = [line.count(delimiter) == num_columns - 1 for line in feed.row if delimiter == "\t"]
         is_literal = num_columns > 1 and literal and all(literal)
-        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or is_literal):
+        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or is_literal or _TOO_LARGE in feed.row):
             problem = f"a quotation mark is closed {len(feed.row) - 1} lines later"
         if feed.row == [_TOO_LARGE]:
             yield row, failed("too_large", source, row, f"a line of more than {MAX_FIELD_BYTES // MIB} MiB")

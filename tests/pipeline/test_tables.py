@@ -88,6 +88,13 @@ def test_a_row_that_takes_too_much_memory_loses_its_first_line_alone(monkeypatch
     assert [text for _, text in outcomes(records)] == ["b"] * 100_000 + ["c\nd"]
 
 
+def test_a_line_that_is_too_long_between_quotation_marks_is_a_failure(monkeypatch):
+    monkeypatch.setattr(tables, "MAX_FIELD_BYTES", 1000)
+    before = b"id,text\n" + b"1,b\n" * 20_000  # a head of 64 KiB is read at once
+    records = read_csv(before + b'2,"a\n' + b"x" * 2000 + b'\nb"\n3,c\n', 500)
+    assert [text for _, text in outcomes(records)][20_000:] == ["invalid_csv", "too_large", "invalid_csv", "c"]
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), "dictionary"])
 @pytest.mark.parametrize("suffix", ["file.arrow", "stream.arrow", "parquet"])
 def test_columns_of_every_type_of_text_are_read(tmp_path, kind, suffix):
