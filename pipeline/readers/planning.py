@@ -145,6 +145,7 @@ def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, pa
         sizes = [max(0, group.total_byte_size) for group in groups]  # damaged numbers can be negative
     else:
         weights = sizes = [file.num_bytes // max(1, count)] * count
+        part_bytes = END if is_remote(file.path) else part_bytes  # a part would fetch all before it, to count its rows
     return Cut(_grouped(file, file_format, weights, sizes, part_bytes))
 
 

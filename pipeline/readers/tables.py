@@ -94,7 +94,10 @@ def read_arrow_batches(body: Body, file: Any, batches: range) -> Records:
             raise EOFError(
                 f"the file has {reader.num_record_batches} record batches, not {batches.stop}: it was changed"
             )
-        row = sum(reader.get_batch(number).num_rows for number in range(batches.start))
+        if batches.start > 0:  # rows are counted by one column of numbers; all columns would be decompressed
+            narrow = [number for number, kind in enumerate(reader.schema.types) if pa.types.is_primitive(kind)][:1]
+            counter = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=narrow))
+            row = sum(counter.get_batch(number).num_rows for number in range(batches.start))
         for done, number in enumerate(batches, 1):
             batch = reader.get_batch(number)
             yield from _of_batch(rows, batch, body.source, row)

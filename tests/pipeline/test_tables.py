@@ -134,6 +134,21 @@ def test_a_damaged_row_group_is_lost_alone(tmp_path):
         ]
 
 
+def test_the_rows_before_a_part_of_arrow_are_counted_without_their_texts(tmp_path):
+    """The text of the first batch cannot be decompressed, which a part behind it does not need."""
+    path, texts = tmp_path / "a.arrow", [f"text {n} " * 50 for n in range(30)]
+    table = pa.table({"text": texts, "n": range(30)})
+    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table, max_chunksize=10)
+    data = bytearray(path.read_bytes())
+    frame = data.rindex(b"\x04\x22\x4d\x18", 0, data.index(b"text 0 "))
+    data[frame : frame + 4] = b"none"
+    path.write_bytes(data)
+    lost, *records = read_all(files(path), 1e-6)
+    assert (lost.reason, lost.offset) == ("unreadable", 0)
+    assert [(record.text, record.offset) for record in records] == [(texts[n], n) for n in range(10, 30)]
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_column_whose_name_is_damaged_is_a_failure(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
