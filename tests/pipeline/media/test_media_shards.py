@@ -212,8 +212,19 @@ def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_m
     }
 
 
-def test_images_of_one_name_are_held_within_a_limit():
-    blobs = [Blob("", f"a!x.{n}.png", 0, b"x" * 10, None) for n in range(50)]
+class Measured(bytes):
+    """Bytes that count how often their length is asked for."""
+
+    lengths = 0
+
+    def __len__(self):
+        Measured.lengths += 1
+        return super().__len__()
+
+
+def test_images_of_one_name_are_held_within_a_limit(monkeypatch):
+    monkeypatch.setattr(Measured, "lengths", 0)
+    blobs = [Blob("", f"a!x.{n}.png", 0, Measured(b"x" * 10), None) for n in range(50)]
     held = []
 
     def records():
@@ -226,6 +237,7 @@ def test_images_of_one_name_are_held_within_a_limit():
         out.append(record)  # noqa: PERF402 - `records` looks at it
     assert [blob.source for blob in out] == [blob.source for blob in blobs]
     assert max(held) <= 12
+    assert Measured.lengths <= 2 * len(blobs), "of each image when it comes and when it goes"
 
 
 def table(path, images, labels, names=None, struct=True, rows=4, column="image"):
