@@ -61,10 +61,10 @@ def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | Non
                 row, end = first, first + sizes[group]
                 try:
                     for batch in table.iter_batches(batch_rows, [group], list(rows.names), use_threads=False):
+                        done += batch.num_rows
+                        body.share = done / total if total else 0.0  # before its rows, which are read from these bytes
                         yield from rows.of_batch(batch, source, row)
                         row += batch.num_rows
-                        done += batch.num_rows
-                        body.share = done / total if total else 0.0
                     if row < end:
                         raise EOFError(f"it holds {row - first} of {end - first} rows")
                 except TABLE_ERRORS as error:
@@ -100,9 +100,10 @@ def read_arrow_batches(body: Body, file: Any, batches: range) -> Records:
             row = sum(counter.get_batch(number).num_rows for number in range(batches.start))
         for done, number in enumerate(batches, 1):
             batch = reader.get_batch(number)
-            yield from _of_batch(rows, batch, body.source, row)
+            for record in _of_batch(rows, batch, body.source, row):
+                body.share = done / len(batches)  # with its first record, as the batch may be damaged
+                yield record
             row += batch.num_rows
-            body.share = done / len(batches)
     except TABLE_ERRORS as error:
         yield unreadable(error, body.source, row)
 
