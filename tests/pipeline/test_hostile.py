@@ -17,7 +17,7 @@ from declutr.pipeline.job.outcome import losses_hint, too_many_failed
 from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.readers.tables import MAX_FIELD_BYTES
-from declutr.pipeline.shards.ledger import sum_losses
+from declutr.pipeline.shards.ledger import Losses, sum_losses
 from declutr.pipeline.shards.manifest import Counts
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.texts import TextRow
@@ -337,3 +337,11 @@ def test_a_file_of_which_much_failed_is_named_although_it_is_a_small_part_of_the
     assert too_many_failed(counts, [], 0.01, "documents", losses) is None
     (line,) = losses_hint(losses, "documents")
     says(line, "bad.csv", "80 of 100")
+
+
+@pytest.mark.parametrize("read", [0, 7, 100])
+def test_exactly_the_allowed_share_of_failures_is_allowed(read):
+    for failed in range(read + 1):
+        counts = Counts(read=read, failed={"x": failed})
+        assert too_many_failed(counts, [], failed / max(1, read), "documents", Losses()) is None
+        assert failed == 0 or too_many_failed(counts, [], (failed - 0.001) / read, "documents", Losses())
