@@ -139,6 +139,24 @@ def test_contamination_sets_of_every_format_are_read(tmp_path):
     assert index.find("this is sentence number or so 1 of the files").name == "f/a.csv"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{{"text": "{}"}}\n{{"text": "other"}}\n'),
+        ("a.json", '[\n{{"text":\n"{}"}}]\n'),
+        ("a.jsonl", '{{"text": "{}"}}\n{{"text": "other"}}\n'),
+        ("a.csv", "{},other\n"),
+    ],
+)
+def test_examples_end_with_their_value_and_at_no_other_separator(tmp_path, name, content):
+    """An example of nine words is searched as a whole, so it is found only if it was read as one."""
+    example = "one two three\u2028four five\u0085six seven eight nine"
+    (tmp_path / name).write_text(content.format(example), encoding="utf-8")
+    build_index(Contamination(paths=[str(tmp_path / name)]), tmp_path / "index")
+    match = ContaminationIndex(tmp_path / "index").find(f"and {example} too")
+    assert match.words == "one two three four five six seven eight nine"
+
+
 def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, tmp_path, monkeypatch):
     config = Contamination(paths=[str(sets)])
     for name in ("one", "two"):
