@@ -103,6 +103,23 @@ def test_a_stored_unit_is_redone_when_its_sidecar_does_not_name_its_other_files(
             assert bool(place.finished_sidecar(unit, "prepare", config_hash(config))) == (others == {})
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_output_that_cannot_be_removed_whole_keeps_its_plan(corpus, tmp_path, make_config, output, stored):
+    folder, _ = output
+    changes = {"output": f"file://{folder}", "cache": str(tmp_path / "cache"), "session": {"num_cpus": 1}}
+    config = make_config(corpus, storage_retry_seconds=0, **(changes if stored else {}))
+    with open_output(config) as place:
+        place.write_plan(plan_of(config, look(config)))
+        if stored:
+            os.mkfifo(folder / "stuck")  # which is no folder to remove
+        else:
+            (folder / "duplicates.arrow").mkdir()  # which is no file to remove
+        with pytest.raises(OSError, match=r"stuck|duplicates"):
+            place.discard()
+        assert (folder / "plan.json").exists()
+        assert not (folder / "tokenizer").exists() or stored
+
+
 def test_the_split_is_by_content_and_of_the_asked_size():
     ids = [document_id(b"%d" % number) for number in range(5000)]
     splits = splits_of(ids, 0, 0.2)
