@@ -93,7 +93,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
             tokenizer = _loaded(where, trust_remote_code, times)
     except UsageError as error:
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, OSError | ValueError):
+            raise  # `tokenizers` raises plain Exception for a damaged tokenizer.json
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
         if missing := sentencepiece_problem(path):

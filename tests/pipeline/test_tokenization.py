@@ -335,6 +335,14 @@ def test_a_tokenizer_that_draws_its_ids_is_refused(tokenizer, tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("damage", [lambda _: '{"added_tokens": []}', lambda raw: raw.replace('"BPE"', '"none"')])
+def test_a_tokenizer_that_its_library_refuses_is_a_problem_with_its_name(tokenizer, tmp_path, damage):
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(damage((tmp_path / "tokenizer.json").read_text()))
+    with pytest.raises(ConfigError, match=all_of(f"tokenizer.name = '{tmp_path}'")):
+        load_tokenizer(str(tmp_path))
+
+
 def test_long_texts_of_every_family_are_cut_where_nothing_changes(saved, prepared, monkeypatch):
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     texts = [*difficult_texts(backend), " ".join(TEXTS.values()) * 3, "a b\u200b c \u037ad \u0301e f\u3000 g h" * 9]
