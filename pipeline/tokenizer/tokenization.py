@@ -120,8 +120,11 @@ def was_replaced(name: str, trust_remote_code: bool, saved: Path) -> bool:
     file = expand(name) / "tokenizer.json"
     if not file.is_file():
         return False
-    if _facts(json.loads(file.read_bytes())) == _facts(json.loads((saved / file.name).read_bytes())):
-        return False  # the usual case, without the seconds that transformers takes
+    try:
+        if _facts(json.loads(file.read_bytes())) == _facts(json.loads((saved / file.name).read_bytes())):
+            return False  # the usual case, without the seconds that transformers takes
+    except (KeyError, TypeError, ValueError, RecursionError):  # damaged since
+        return True
     return fingerprint(load_tokenizer(name, trust_remote_code)) != fingerprint(load_tokenizer(str(saved)))
 
 
