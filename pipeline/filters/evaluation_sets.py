@@ -171,10 +171,12 @@ def contamination_problems(config: Contamination) -> list[str]:
         if not root.exists():
             problems.append(f"filters.contamination.paths: {entry!r} does not exist; looked at {root.absolute()}")
             continue
-        files = [path for path, _ in _files(root)]
+        files = list(_files(root))
         if not files:
             problems.append(f"filters.contamination.paths: {entry!r} holds no files")
-        for path in files:
+        for path, name in files:
+            if any("\ud800" <= letter <= "\udfff" for letter in name):  # a byte that is not UTF-8, as Python reads it
+                problems.append(f"filters.contamination.paths: the name {str(path)!r} is not UTF-8; rename the file")
             try:
                 with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
                     is_text = b"\0" not in stream.read(8192)

@@ -265,8 +265,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             else:
                 skipped.add_file(file.source)
         # File systems allow names of any bytes; Python reads those that are not UTF-8 as surrogates.
-        unnamed = [file for file in usable if any("\ud800" <= letter <= "\udfff" for letter in file.source)]
-        problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
+        unnamed = [f.path for f in usable if any("\ud800" <= letter <= "\udfff" for letter in f.source + f.path)]
+        problems += [f"corpus.paths: the name {path!r} is not UTF-8; rename the file or folder" for path in unnamed]
         if matches and not usable:
             suffixes = " ".join(rules.suffixes)
             problems.append(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import socket
@@ -198,9 +199,12 @@ def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
     (tmp_path / "binary.bin").write_bytes(b"PK\0\0")
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
     (tmp_path / "altered.gz").write_bytes(gzip.compress(b"text")[:10] + b"\xff" * 20)
-    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz", "altered.gz")]
+    (tmp_path / "names").mkdir()
+    (tmp_path / "names" / os.fsdecode(b"\xff.txt")).write_text("text")
+    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz", "altered.gz", "names")]
     found = problems(FiltersConfig(contamination=Contamination(paths=[*given, "$UNKNOWN_HERE/sets"])))
-    reasons = ("does not exist", "holds no file", "is not text", "cannot be read", "cannot be read", "UNKNOWN_HERE")
+    reasons = ("does not exist", "holds no file", "is not text", "cannot be read", "cannot be read")
+    reasons += ("not UTF-8; rename", "UNKNOWN_HERE")
     for problem, said in zip(found, reasons, strict=True):
         assert problem.startswith("filters.contamination.paths: ")
         assert said in problem
