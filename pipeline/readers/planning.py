@@ -229,10 +229,10 @@ def file_parts(
             skipped.add(UNREADABLE, file.source)
     if failing and not num_good:  # nothing can be read, so most likely a setting is wrong
         problems += failing[:_SHOWN_PROBLEMS]
-    if not parts and files and not problems:
-        problems.append(
-            f"corpus.paths: no file found is named like {' '.join(rules.suffixes)} or is an archive of such files"
-        )
+    if not parts and files and not problems:  # tables without rows have no part beside others, but no wrong names
+        parts = [_whole(file) for file, cut in zip(files, cuts, strict=True) if cut == Cut([])]
+        names = " ".join(rules.suffixes)
+        problems += [] if parts else [f"corpus.paths: no file found is named like {names}, or an archive of such files"]
     return parts, list(dict.fromkeys(problems))
 
 

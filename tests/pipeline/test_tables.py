@@ -150,6 +150,15 @@ def test_the_rows_before_a_part_of_arrow_are_counted_without_their_texts(tmp_pat
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_table_without_a_batch_holds_no_documents_and_has_no_part_beside_others(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    (pq.ParquetWriter if suffix == "parquet" else pa.ipc.new_file)(path, pa.schema({"text": pa.string()})).close()
+    assert read_all(files(path)) == []
+    (tmp_path / "z.txt").write_text("good")
+    assert [part.source for part in file_parts(files(tmp_path), 1000)[0]] == ["z.txt"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_column_whose_name_is_damaged_is_a_failure(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     table = pa.table({"textual": ["a"], "text": ["b"]})
