@@ -265,6 +265,18 @@ def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
     assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(picture(5))).all()
 
 
+@pytest.mark.parametrize("struct", [False, True])
+def test_a_label_or_a_path_that_is_not_utf8_loses_its_row_alone(struct, tmp_path, make_media, prepare_media):
+    raw = pa.array([b"a", b"\xff", b"c"])
+    words, images = pa.StringArray.from_buffers(3, *raw.buffers()[1:]), pa.array([png(n) for n in range(3)])
+    column = pa.StructArray.from_arrays([images, words], ["bytes", "path"]) if struct else images
+    labels = pa.array(["a", "b", "c"]) if struct else words
+    pq.write_table(pa.table({"image": column, "label": labels}), tmp_path / "a.parquet")
+    manifest, ledger, _ = prepare_media(make_media("images", tmp_path / "a.parquet"))
+    assert (manifest.labels, manifest.failed) == ({"a": 1, "c": 1}, {"invalid_utf8": 1})
+    says(ledger["a.parquet", 1].detail, "label", "path")
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_parquet_of_bytes_and_words_becomes_labelled_rows(packed, tmp_path, make_media, prepare_media):
     (tmp_path / "in").mkdir()
