@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -26,6 +27,10 @@ from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerConfig
 
 _LOOK_SECONDS = 20.0  # time for a store to answer before any work; it is not known yet whether the address is right
+# Files of an output, for patterns that match some of them.
+_WRITTEN = ["plan.json", "progress.jsonl", "train-00000.arrow", "held-out-00000.arrow", "tokenizer/tokenizer.json"]
+_WRITTEN += ["ledger/00000.arrow", "rejected/00000.jsonl.gz", "units/00000.json", "candidates/train-00000.arrow"]
+_WRITTEN += ["candidates/keys/00000.arrow", "candidates/rejected/00000.jsonl.gz", "candidates/units/00000.json"]
 # Rules of `filters` that count words and lines of a page.
 _DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
 # Settings that decide where and how the work runs, but not its result.
@@ -205,7 +210,7 @@ def output_place_problems(
         f"is inside the input {path!r}, so the same command would read the shards as input; name another {kind}"
         for path in inputs
         if is_remote(path) == is_remote(output) and (is_remote(path) or not _path_problem(path))
-        if here.startswith(_place(path))
+        if here.startswith(place := _place(path)) or any(_matches(place, here + name) for name in _WRITTEN)
     ]
     if not is_remote(output):
         finished = (expand(output) / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
@@ -228,6 +233,17 @@ def _place(path: str) -> str:
     """A folder without links or an address without options, with one slash at its end."""
     place = path.partition("?")[0] if is_remote(path) else str(expand(path).resolve())  # a link may lead into an input
     return f"{place.rstrip('/')}/"
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """Returns True if a search for inputs by a pattern, with a slash at its end, would find a path."""
+    part, _, later = pattern.partition("/")
+    name, _, below = path.partition("/")
+    if not pattern or not path:
+        return not path and pattern in ("", "**/")
+    if part == "**":
+        return _matches(later, path) or (name[0:1] != "." and _matches(pattern, below))
+    return (name[0:1] != "." or name == part) and fnmatchcase(name, part) and _matches(later, below)
 
 
 def _path_problem(path: str) -> str | None:

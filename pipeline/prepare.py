@@ -24,6 +24,7 @@ from declutr.common.console.terminal import answered, config_parser
 from declutr.common.errors import ConfigError, ShardError, refused_settings
 from declutr.common.storage import write_text
 from declutr.pipeline.config import PipelineConfig, look
+from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.document_filter import problems as filter_problems
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import Estimate, estimate
@@ -118,6 +119,12 @@ def _complete(job: Preparation) -> Manifest:
     losses = sum_losses(sidecar.losses for sidecar in sidecars)
     if problem := too_many_failed(counts, failures, config.max_error_rate, config.content.kind, losses):
         raise ShardError(problem)
+    digests = fingerprints(config.filters.model_copy(update={"contamination": None}))  # whose index was built once
+    if changed := [setting for setting, digest in digests.items() if plan.files[setting] != digest]:
+        raise ShardError(
+            f"{', '.join(changed)}: its file was changed while {output.name} was written, whose documents were chosen "
+            "by different lists; name a new folder in output, or delete this one"
+        )
     manifest = build_manifest(sidecars, tokenizer, config.geometry, plan.config, plan.config_hash, plan.skipped)
     write_text(output.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     output.complete()  # after the manifest: a kill in between leaves what the next command removes

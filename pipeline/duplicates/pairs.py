@@ -52,6 +52,7 @@ WINDOW = 16
 # so on, at most this many times.
 LEADERS = 64
 _BATCH = 1 << 17  # documents whose signatures are held at a time
+ROUNDS = 64  # rounds of decisions over all documents at once; each settles two documents of a chain
 
 _EXACT_BIT = np.uint64(1)
 
@@ -261,13 +262,16 @@ def _near(later: I64, earlier: I64, similarity: NDArray[np.float32]) -> tuple[I6
     state = np.full(len(documents), _OPEN, np.int8)
     waiting = np.zeros(len(documents), np.bool_)
     open_second, open_first = second, first
-    while len(open_second):
+    for _ in range(ROUNDS):
         waiting[open_second] = True
         state[open_first[~waiting[open_first]]] = _KEPT
         waiting[open_second] = False
         state[open_second[state[open_first] == _KEPT]] = _DROPPED
         unsettled = (state[open_second] == _OPEN) & (state[open_first] == _OPEN)
         open_second, open_first = open_second[unsettled], open_first[unsettled]
+    for number, partner in zip(open_second.tolist(), open_first.tolist(), strict=True):  # of long chains, in order
+        if state[partner] == _OPEN:  # all its own pairs were before this one, so it is kept
+            state[number] = _DROPPED
     state[state == _OPEN] = _KEPT
     reasons = np.flatnonzero((state[second] == _DROPPED) & (state[first] == _KEPT))
     dropped, where = np.unique(later[reasons], return_index=True)

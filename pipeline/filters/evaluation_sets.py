@@ -13,6 +13,7 @@ agree: probability 2**-128 a pair, about 3e-23 for all pairs of 1e10 n-grams of 
 import csv
 import gzip
 import hashlib
+import io
 import json
 import re
 import zlib
@@ -170,10 +171,12 @@ def contamination_problems(config: Contamination) -> list[str]:
         if not root.exists():
             problems.append(f"filters.contamination.paths: {entry!r} does not exist; looked at {root.absolute()}")
             continue
-        files = [path for path, _ in _files(root)]
+        files = list(_files(root))
         if not files:
             problems.append(f"filters.contamination.paths: {entry!r} holds no files")
-        for path in files:
+        for path, name in files:
+            if any("\ud800" <= letter <= "\udfff" for letter in name):  # a byte that is not UTF-8, as Python reads it
+                problems.append(f"filters.contamination.paths: the name {str(path)!r} is not UTF-8; rename the file")
             try:
                 with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
                     is_text = b"\0" not in stream.read(8192)
@@ -264,14 +267,11 @@ def _texts(path: Path) -> Iterator[str]:
     except UnicodeDecodeError:
         content = raw.decode("latin-1")  # as MR and TREC; every byte is valid there
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix == ".json":
+    if suffix in (".json", ".jsonl", ".ndjson"):
         yield from _json_texts(content)
-    elif suffix in (".jsonl", ".ndjson"):
-        for line in content.splitlines():
-            yield from _json_texts(line)
     elif suffix == ".csv" and "\t" not in content[:_LONGEST_FIELD].partition("\n")[0]:
         csv.field_size_limit(max(_LONGEST_FIELD, len(content)))  # Python's own limit is 128 Ki characters
-        for row in csv.reader(content.splitlines(keepends=True)):
+        for row in csv.reader(io.StringIO(content, newline="")):  # `splitlines` would end lines at U+2028, too
             yield from row
     else:  # STS Benchmark's .csv has tabs between its cells and unpaired quotes
         for line in content.split("\n"):
@@ -279,11 +279,12 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _json_texts(content: str) -> Iterator[str]:
-    """The strings in a JSON value, at any depth; content that is not JSON counts as one text."""
+    """The strings in a JSON value or in one a line, at any depth; a line that is not JSON counts as one text."""
     try:
         waiting: list[Any] = [json.loads(content)]
     except (ValueError, RecursionError):  # nested too deeply
-        yield content
+        lines = content.split("\n")
+        yield from lines if len(lines) == 1 else (text for line in lines for text in _json_texts(line))
         return
     while waiting:
         value = waiting.pop()

@@ -117,9 +117,9 @@ def too_many_failed(
 ) -> str | None:
     """An error message if more documents failed, or are lost with files that break off, than max_error_rate allows."""
     failed, lost = sum(counts.failed.values()), losses.documents()
-    if failed + lost <= max_error_rate * (counts.read + lost):
+    share = (failed + lost) / max(1, counts.read + lost)
+    if share <= max_error_rate:  # the quotient, because 0.29 * 100 is less than 29 in floats
         return None
-    share = (failed + lost) / (counts.read + lost)
     percent = math.ceil(10000 * share) / 100  # rounded up, or it could seem to be within the limit
     head = (
         f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({in_words(counts.failed)})"

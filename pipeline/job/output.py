@@ -252,7 +252,7 @@ class Output:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
+        for name in (MANIFEST, PROGRESS, INDEX, DUPLICATES, PLAN):  # the plan last: files without it are refused
             (self.folder / name).unlink(missing_ok=True)
 
 

@@ -262,7 +262,7 @@ class StoredOutput(Output):
 
     def discard(self) -> None:
         """Removes everything at the address, except the lock; a plan at the address shows that it is ours."""
-        for name, kind in self.remote.kinds().items():
+        for name, kind in sorted(self.remote.kinds().items(), key=lambda entry: entry[0] == PLAN):  # the plan last
             if kind == "file" and name not in ("", LOCK):
                 self.remote.delete(name)
             elif kind != "file" and name:

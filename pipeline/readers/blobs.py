@@ -3,6 +3,7 @@
 They are read as the bytes of their files; pipeline/media decodes them. Images and clips in Parquet: rows.py.
 """
 
+from collections import deque
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -77,7 +78,7 @@ def with_labels(records: Records, max_bytes: int) -> Records:
     """
     label: _Label | None
     for _, members in groupby(records, key=lambda record: member_key(record.source)):
-        blobs, label, used = list[Blob](), None, False
+        blobs, num_bytes, label, used = deque[Blob](), 0, None, False
         for record in members:
             if isinstance(record, _Label) and label is None:
                 label = record
@@ -85,9 +86,11 @@ def with_labels(records: Records, max_bytes: int) -> Records:
                 yield Rejected("", record.source, 0, LABEL_ALONE)
             elif isinstance(record, Blob) and record.label is None:
                 blobs.append(record)
+                num_bytes += len(record.data)
                 # Images of one name could otherwise fill the memory.
-                while len(blobs) > 1 and sum(len(blob.data) for blob in blobs) > max_bytes:
-                    yield _labelled(blobs.pop(0), label)
+                while len(blobs) > 1 and num_bytes > max_bytes:
+                    num_bytes -= len(blobs[0].data)
+                    yield _labelled(blobs.popleft(), label)
                     used = True
             else:
                 yield record

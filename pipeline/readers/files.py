@@ -141,7 +141,14 @@ class Head:
     @cached_property
     def _is_one_value(self) -> bool:
         """True for JSON that is an array, or an object over several lines."""
-        return self._text.startswith("[") or self._text.partition("\n")[0].strip() == "{"
+        first = self._text.partition("\n")[0]
+        if not first.startswith("{") or first.strip() == "{":
+            return first.startswith(("[", "{"))
+        try:
+            end = json.JSONDecoder().raw_decode(self._text)[1]
+        except (ValueError, RecursionError) as error:
+            end = getattr(error, "pos", 0)  # up to here, it is the beginning of an object
+        return end > len(first) and not self._text.startswith("{", end)  # a brace begins the line behind a cut one
 
     @cached_property
     def _object(self) -> tuple[dict[str, Any], bool]:

@@ -145,6 +145,7 @@ def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, pa
         sizes = [max(0, group.total_byte_size) for group in groups]  # damaged numbers can be negative
     else:
         weights = sizes = [file.num_bytes // max(1, count)] * count
+        part_bytes = END if is_remote(file.path) else part_bytes  # a part would fetch all before it, to count its rows
     return Cut(_grouped(file, file_format, weights, sizes, part_bytes))
 
 
@@ -228,10 +229,10 @@ def file_parts(
             skipped.add(UNREADABLE, file.source)
     if failing and not num_good:  # nothing can be read, so most likely a setting is wrong
         problems += failing[:_SHOWN_PROBLEMS]
-    if not parts and files and not problems:
-        problems.append(
-            f"corpus.paths: no file found is named like {' '.join(rules.suffixes)} or is an archive of such files"
-        )
+    if not parts and files and not problems:  # tables without rows have no part beside others, but no wrong names
+        parts = [_whole(file) for file, cut in zip(files, cuts, strict=True) if cut == Cut([])]
+        names = " ".join(rules.suffixes)
+        problems += [] if parts else [f"corpus.paths: no file found is named like {names}, or an archive of such files"]
     return parts, list(dict.fromkeys(problems))
 
 
@@ -264,8 +265,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             else:
                 skipped.add_file(file.source)
         # File systems allow names of any bytes; Python reads those that are not UTF-8 as surrogates.
-        unnamed = [file for file in usable if any("\ud800" <= letter <= "\udfff" for letter in file.source)]
-        problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
+        unnamed = [f.path for f in usable if any("\ud800" <= letter <= "\udfff" for letter in f.source + f.path)]
+        problems += [f"corpus.paths: the name {path!r} is not UTF-8; rename the file or folder" for path in unnamed]
         if matches and not usable:
             suffixes = " ".join(rules.suffixes)
             problems.append(

@@ -258,8 +258,11 @@ class BlobRows:
         """The images or clips of a batch. An empty label stays empty: the path does not name the class of a row."""
         labelled = len(self.names) > 1
         for place in range(batch.num_rows):
-            label = batch.column(1)[place].as_py() if labelled else None
-            record = self._row(batch.column(0)[place].as_py(), label, source, first_row + place)
+            try:
+                label = batch.column(1)[place].as_py() if labelled else None
+                record = self._row(batch.column(0)[place].as_py(), label, source, first_row + place)
+            except UnicodeDecodeError as error:
+                record = failed("invalid_utf8", source, first_row + place, f"its label or its path: {error.reason}")
             yield replace(record, label="") if labelled and isinstance(record, Blob) and not record.label else record
 
     def _row(self, value: Any, label: Any, source: str, row: int) -> Record:

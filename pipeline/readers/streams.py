@@ -116,8 +116,10 @@ class ByteStream(io.RawIOBase):
 
     def unread(self, data: bytes) -> None:
         """Puts back the bytes that were read last."""
-        self._buffer = data + self._buffer[self._next :]
-        self._next = 0
+        if self._buffer.endswith(data, 0, self._next):  # a copy of the rest for each of many small members takes long
+            self._next -= len(data)
+        else:
+            self._buffer, self._next = data + self._buffer[self._next :], 0
         self.position -= len(data)
 
     def skip(self, num_bytes: int) -> None:

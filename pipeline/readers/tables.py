@@ -2,6 +2,7 @@
 
 import csv
 import re
+import sys
 from collections import deque
 from collections.abc import Iterator
 from io import BytesIO
@@ -20,6 +21,7 @@ TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)  # UnicodeDecodeError occurs i
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 # Largest field; it is in memory with four bytes a character. A longer one is usually an unclosed quote.
 MAX_FIELD_BYTES = 64 * MIB
+MAX_ROW_BYTES = 4 * MAX_FIELD_BYTES  # memory of the lines of a row, each of which takes 50 bytes more than its text
 ARROW_FILE = b"ARROW1\0\0"
 _BUFFER_BYTES = 8 * MIB  # read buffer of a Parquet column; without it pyarrow reads the whole column of a row group
 # Most failures for unreadable rows of one table, because a damaged number of rows can have any value.
@@ -59,10 +61,10 @@ def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | Non
                 row, end = first, first + sizes[group]
                 try:
                     for batch in table.iter_batches(batch_rows, [group], list(rows.names), use_threads=False):
+                        done += batch.num_rows
+                        body.share = done / total if total else 0.0  # before its rows, which are read from these bytes
                         yield from rows.of_batch(batch, source, row)
                         row += batch.num_rows
-                        done += batch.num_rows
-                        body.share = done / total if total else 0.0
                     if row < end:
                         raise EOFError(f"it holds {row - first} of {end - first} rows")
                 except TABLE_ERRORS as error:
@@ -92,12 +94,16 @@ def read_arrow_batches(body: Body, file: Any, batches: range) -> Records:
             raise EOFError(
                 f"the file has {reader.num_record_batches} record batches, not {batches.stop}: it was changed"
             )
-        row = sum(reader.get_batch(number).num_rows for number in range(batches.start))
+        if batches.start > 0:  # rows are counted by one column of numbers; all columns would be decompressed
+            narrow = [number for number, kind in enumerate(reader.schema.types) if pa.types.is_primitive(kind)][:1]
+            counter = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=narrow))
+            row = sum(counter.get_batch(number).num_rows for number in range(batches.start))
         for done, number in enumerate(batches, 1):
             batch = reader.get_batch(number)
-            yield from _of_batch(rows, batch, body.source, row)
+            for record in _of_batch(rows, batch, body.source, row):
+                body.share = done / len(batches)  # with its first record, as the batch may be damaged
+                yield record
             row += batch.num_rows
-            body.share = done / len(batches)
     except TABLE_ERRORS as error:
         yield unreadable(error, body.source, row)
 
@@ -142,30 +148,41 @@ class _Feed(Iterator[str]):
 
     Attributes:
         row: lines of the row that is being read; `_TOO_LARGE` for one that is too long.
+        row_bytes: their memory.
     """
 
     def __init__(self, stream: ByteStream) -> None:
-        self._lines = lines(stream, END, MAX_FIELD_BYTES, keep=False)
+        self._lines = self._decoded(stream)
         self._again: deque[str] = deque()
+        self._num_lines = self._num_again = self.row_bytes = 0
         self.row: list[str] = []
 
     def __next__(self) -> str:
-        if self._again:
-            self.row.append(self._again.popleft())
-            return self.row[-1]
+        if self.row_bytes > MAX_ROW_BYTES:
+            raise csv.Error(f"a row takes more than {MAX_ROW_BYTES // MIB} MiB of memory; close its quotation mark")
+        self.row.append(self._again.popleft() if self._again else next(self._lines))
+        self.row_bytes += sys.getsizeof(self.row[-1])
+        return self.row[-1]
+
+    def _decoded(self, stream: ByteStream) -> Iterator[str]:
         too_large = False
-        for raw, offset, continues in self._lines:
+        for raw, offset, continues in lines(stream, END, MAX_FIELD_BYTES, keep=False):
             too_large |= continues
             if not continues:
+                self._num_lines += 1
                 data = raw.removeprefix(b"\xef\xbb\xbf") if offset == 0 else raw
-                line = data.decode("utf-8", "surrogateescape") + "\n"  # the csv module takes text alone
-                self.row.append(_TOO_LARGE if too_large else line)
-                return self.row[-1]
-        raise StopIteration
+                yield _TOO_LARGE if too_large else data.decode("utf-8", "surrogateescape") + "\n"  # csv takes text
+                too_large = False
 
-    def reread(self) -> None:
-        """Gives the lines behind the first of this row again: twice at most, because the next mark ends a row."""
+    def reread(self) -> int:
+        """Gives the lines behind the first of this row again, or returns their number: they are lost."""
+        num_again = len(self.row) - 1
+        # Once is enough in the mean if the next mark ends a row; if each line opens a field, all would come for each.
+        if self._num_again + num_again > 16 * self._num_lines:
+            return num_again
+        self._num_again += num_again
         self._again.extendleft(reversed(self.row[1:]))  # extendleft turns them round
+        return 0
 
 
 def read_delimited(body: Body, delimiter: str) -> Records:
@@ -225,7 +242,7 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
     rows = csv.reader(feed, delimiter=delimiter, strict=True)
     num_columns = row = 0
     while True:
-        feed.row, fields, problem = [], list[str](), ""
+        feed.row, feed.row_bytes, fields, problem = [], 0, list[str](), ""
         try:
             fields = next(rows)
         except StopIteration:
@@ -242,18 +259,19 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             continue
         literal = [line.count(delimiter) == num_columns - 1 for line in feed.row if delimiter == "\t"]
         is_literal = num_columns > 1 and literal and all(literal)
-        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or is_literal):
+        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or is_literal or _TOO_LARGE in feed.row):
             problem = f"a quotation mark is closed {len(feed.row) - 1} lines later"
         if feed.row == [_TOO_LARGE]:
             yield row, failed("too_large", source, row, f"a line of more than {MAX_FIELD_BYTES // MIB} MiB")
         elif not problem:
             yield row, fields
         else:
-            if literal and literal[0]:
-                yield row, feed.row[0].rstrip("\r\n").split(delimiter)
-            else:
-                # The csv module says "field larger than field limit".
-                reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
-                yield row, failed(reason, source, row, problem)
-            feed.reread()
+            # The csv module says "field larger than field limit".
+            reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
+            for place, line in enumerate(feed.row[: 1 + feed.reread()], row):
+                row = place
+                if delimiter == "\t" and line != _TOO_LARGE and line.count(delimiter) == num_columns - 1:
+                    yield row, line.rstrip("\r\n").split(delimiter)
+                else:
+                    yield row, failed(reason, source, row, problem)
         row += 1

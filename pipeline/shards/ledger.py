@@ -86,7 +86,10 @@ def sum_counts(counts: Sequence[Counts]) -> Counts:
     for name in Counts.model_fields:
         values = [getattr(count, name) for count in counts]
         if isinstance(getattr(Counts(), name), Counter):
-            sums[name] = dict(sorted(sum(values, Counter[str]()).items()))
+            total = Counter[str]()
+            for value in values:
+                total.update(value)  # `sum` would copy the total for every unit
+            sums[name] = dict(sorted((+total).items()))
         else:
             sums[name] = max(values, default=0) if name == "longest_tokens" else sum(values)
     return Counts(**sums)

@@ -92,7 +92,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
             tokenizer = _loaded(where, trust_remote_code, times)
     except UsageError as error:
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, OSError | ValueError):
+            raise  # `tokenizers` raises plain Exception for a damaged tokenizer.json
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
         if missing := sentencepiece_problem(path):
@@ -117,8 +119,11 @@ def was_replaced(name: str, trust_remote_code: bool, saved: Path) -> bool:
     file = expand(name) / "tokenizer.json"
     if not file.is_file():
         return False
-    if _facts(json.loads(file.read_bytes())) == _facts(json.loads((saved / file.name).read_bytes())):
-        return False  # the usual case, without the seconds that transformers takes
+    try:
+        if _facts(json.loads(file.read_bytes())) == _facts(json.loads((saved / file.name).read_bytes())):
+            return False  # the usual case, without the seconds that transformers takes
+    except (KeyError, TypeError, ValueError, RecursionError):  # damaged since
+        return True
     return fingerprint(load_tokenizer(name, trust_remote_code)) != fingerprint(load_tokenizer(str(saved)))
 
 

@@ -14,10 +14,13 @@ from pydantic import ValidationError
 
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError
+from declutr.pipeline import config as config_module
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity, output_place_problems
 from declutr.pipeline.job.output import sample_texts
 from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
+from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.skipped import Skipped
 
 
 @pytest.fixture
@@ -113,6 +116,24 @@ def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_co
 def test_an_address_inside_an_input_is_refused():
     (problem,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/", "s3://bucket/i", "here"])
     says(problem, "input 's3://bucket/in/'")
+
+
+PATTERNS = ["**/*.jsonl", "*.jsonl", "*/*.jsonl", "*/*.arrow", "**/*.txt", "**/*", "*/*", "*", "**/o?t/**/*.gz"]
+PATTERNS += ["**/keys/*", "*/candidates/**/*.json", ".out/*.jsonl", "[a-m]*/**/*.json"]
+
+
+@pytest.mark.parametrize("output", ["out", "deep/out", ".out"])
+def test_an_output_whose_files_a_pattern_would_find_is_refused(tmp_path, output):
+    for name in config_module._WRITTEN:
+        (tmp_path / output / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / output / name).touch()
+    for pattern in PATTERNS:
+        inputs = [f"{tmp_path}/{pattern}"]
+        problems = output_place_problems(str(tmp_path / output), inputs)
+        assert bool(problems) == bool(list(find_inputs(inputs[0], Skipped()))), pattern
+        assert not problems or says(problems, repr(inputs[0]), "another folder") is None
+    (problem,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/**", "s3://bucket/in/*.arrow"])
+    says(problem, "input 's3://bucket/in/**'")
 
 
 TOKENIZER = {"kind": "train", "vocab_size": 300}

@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from corpora import write_records
 from messages import says
 
 from declutr.pipeline.job import estimate as estimating
@@ -98,19 +99,22 @@ def test_samples_are_bounded_and_stand_for_every_byte(tmp_path, make_config):
         assert max(sizes) < 4 * min(sizes)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.arrow", "a.dictionary.parquet"])
 def test_the_bytes_of_a_beginning_are_those_of_its_records(tmp_path, make_config, name):
-    """Readers take a MiB at a time: what they consumed says little of the first records they give."""
-    line = json.dumps({"text": "some words " * 20}) + "\n"
-    raw = (line * 30_000).encode()
-    (tmp_path / name).write_bytes(gzip.compress(raw, 0) if name.endswith("gz") else raw)
+    """Readers take a MiB or a batch at a time: what they consumed says little of the first records they give."""
+    rows = [{"text": f"{number:05d} some words " * 12} for number in range(30_000)]
+    if "json" in name:
+        raw = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw, 0) if name.endswith("gz") else raw)
+    else:
+        write_records(tmp_path / name, rows, 1_000 if name.endswith("arrow") else 10_000)
     config = make_config(tmp_path / name)
     (unit,), _ = plan_units(config.corpus, 32.0)
     for seconds, whole in ((0.0, False), (60.0, True)):
         sample = Sample(unit.parts)
         number = sum(1 for _ in read_for(seconds, UnitReader(unit, config.corpus), sample, []))
         assert (number == 30_000, sample.num_bytes == unit.num_bytes) == (whole, whole)
-        assert number * len(line) == pytest.approx(sample.num_bytes, rel=0.05)
+        assert number * unit.num_bytes / 30_000 == pytest.approx(sample.num_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from declutr.pipeline.job.outcome import losses_hint, too_many_failed
 from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.readers.tables import MAX_FIELD_BYTES
-from declutr.pipeline.shards.ledger import sum_losses
+from declutr.pipeline.shards.ledger import Losses, sum_losses
 from declutr.pipeline.shards.manifest import Counts
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.texts import TextRow
@@ -186,6 +186,10 @@ DOCUMENTS = {
     "an array": ("json", b'[{"text": "a"},\n{"text": "b"}]', ["a", "b"]),
     "an array of many lines": ("json", PRETTY, ["a", "b"]),
     "an object of many lines": ("json", json.dumps({"n": 1, "text": "a"}, indent=2).encode(), ["a"]),
+    "an object that goes on": ("json", b'{"n": 1,\n "text": "a"\n}\n', ["a"]),
+    "an object that goes on at byte 510": ("json", b'{"pad": "%s",\n "text": "a"}' % (b"x" * 496), ["a"]),
+    "an object a line, the first cut": ("json", b'{"n": 1,\n{"text": "a"}\n{"text": "b"}', ["invalid_json", "a", "b"]),
+    "an object a line, cut in a list": ("json", b'{"n": [\n{"text": "a"}\n{"text": "b"}', ["invalid_json", "a", "b"]),
     "an array with NaN": ("json", b'[{"text": "a"}, 3, null, {"text": NaN}]', ["invalid_json"]),
     "an array without texts": ("json", b'[{"text": "a"}, 3, {"text": 1}]', ["a", "no_text_field", "no_text_field"]),
     "an array in UTF-16": ("json", '[{"text": "é"}]'.encode("utf-16"), ["é"]),
@@ -337,3 +341,11 @@ def test_a_file_of_which_much_failed_is_named_although_it_is_a_small_part_of_the
     assert too_many_failed(counts, [], 0.01, "documents", losses) is None
     (line,) = losses_hint(losses, "documents")
     says(line, "bad.csv", "80 of 100")
+
+
+@pytest.mark.parametrize("read", [0, 7, 100])
+def test_exactly_the_allowed_share_of_failures_is_allowed(read):
+    for failed in range(read + 1):
+        counts = Counts(read=read, failed={"x": failed})
+        assert too_many_failed(counts, [], failed / max(1, read), "documents", Losses()) is None
+        assert failed == 0 or too_many_failed(counts, [], (failed - 0.001) / read, "documents", Losses())

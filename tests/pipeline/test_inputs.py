@@ -8,7 +8,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all, tar
+from corpora import files, outcomes, read_all, tar, write_table
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
@@ -88,6 +88,14 @@ def test_inputs_of_any_fsspec_protocol_are_read():
     for name, data in CONTENTS.items():
         memory.pipe(f"/place/{name}", data)
     assert outcomes(read_all(files("memory://place/data"), 0.001)) == READ
+
+
+def test_an_arrow_file_elsewhere_is_one_part_and_here_one_a_batch(tmp_path):
+    write_table(tmp_path / "a.arrow", pa.table({"text": list("abcde")}), 2)
+    fsspec.filesystem("memory").pipe("/table/a.arrow", (tmp_path / "a.arrow").read_bytes())
+    for corpus, number in ((files(tmp_path / "a.arrow"), 3), (files("memory://table/a.arrow"), 1)):
+        assert len(file_parts(corpus, 1)[0]) == number
+        assert outcomes(read_all(corpus, 1e-6)) == [("a.arrow", letter) for letter in "abcde"]
 
 
 HUB = """

@@ -31,6 +31,17 @@ def read_lines(read, max_bytes):
     return read_jsonl(Body(ByteStream(read), "x", Rules("jsonl", ("text",), max_bytes)))
 
 
+@pytest.mark.parametrize(("chunk_bytes", "is_kept"), [(200, True), (10, False)])
+def test_bytes_that_are_put_back_come_again_without_a_copy_of_what_follows(chunk_bytes, is_kept):
+    stream = ByteStream(io.BytesIO(bytes(range(200))).read, chunk_bytes=chunk_bytes)
+    data = stream.read(10)
+    stream.peek(20)  # drops what was read, if it needs more than the first chunk
+    buffer = stream._buffer
+    stream.unread(data[4:])
+    assert (stream._buffer is buffer, stream.position) == (is_kept, 4)
+    assert stream.read_whole(100) == bytes(range(4, 104))
+
+
 LINES = st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b" ")), min_size=1, max_size=12)
 
 

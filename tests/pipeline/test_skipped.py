@@ -104,6 +104,15 @@ def test_links_and_files_that_cannot_be_read_are_failures(folder):
     assert "Permission denied" in named
 
 
+def test_a_folder_whose_name_is_not_utf8_is_a_problem_behind_a_link_too(folder):
+    target = folder / os.fsdecode(b"\xff")
+    target.mkdir()
+    (target / "b.txt").write_text("not read")
+    (folder / "link").symlink_to(target)
+    (problem,) = file_parts(files(folder / "link"), 1 << 20)[1]
+    says(problem, "corpus.paths", "b.txt", "not UTF-8", "rename")
+
+
 def test_pipes_and_devices_are_counted_and_never_opened(folder):
     os.mkfifo(folder / "pipe.txt")
     (folder / "other").mkdir()

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from messages import says
 from pydantic import ValidationError
 
 from declutr.pipeline.job.outcome import nothing_kept
+from declutr.pipeline.readers import tables
 from declutr.pipeline.readers.corpus import FilesCorpus, ReadFailure, Rules
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.streams import Body, ByteStream
@@ -70,6 +72,29 @@ def test_a_quotation_mark_costs_no_row_but_its_own(name, chunk_bytes):
         says(records[0].message, '""')
 
 
+@pytest.mark.parametrize(("delimiter", "outcome"), [(",", "invalid_csv"), ("\t", '"')])
+def test_marks_that_open_a_field_on_every_line_cost_linear_time(delimiter, outcome):
+    started = time.monotonic()
+    records = read_csv(f"id{delimiter}text\n".encode() + f'a"{delimiter}"\n'.encode() * 20_000, delimiter=delimiter)
+    assert time.monotonic() - started < 20, "minutes, were each line read again for every line before it"
+    assert [text for _, text in outcomes(records)] == [outcome] * 20_000
+    assert [record.offset for record in records] == list(range(20_000))
+
+
+def test_a_row_that_takes_too_much_memory_loses_its_first_line_alone(monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 4 << 20)
+    lost, *records = read_csv(b'id,text\n1,"a\n' + b"2,b\n" * 100_000 + b'3,"c\nd"\n')
+    says(lost.message, "4 MiB of memory", "quotation mark")
+    assert [text for _, text in outcomes(records)] == ["b"] * 100_000 + ["c\nd"]
+
+
+def test_a_line_that_is_too_long_between_quotation_marks_is_a_failure(monkeypatch):
+    monkeypatch.setattr(tables, "MAX_FIELD_BYTES", 1000)
+    before = b"id,text\n" + b"1,b\n" * 20_000  # a head of 64 KiB is read at once
+    records = read_csv(before + b'2,"a\n' + b"x" * 2000 + b'\nb"\n3,c\n', 500)
+    assert [text for _, text in outcomes(records)][20_000:] == ["invalid_csv", "too_large", "invalid_csv", "c"]
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), "dictionary"])
 @pytest.mark.parametrize("suffix", ["file.arrow", "stream.arrow", "parquet"])
 def test_columns_of_every_type_of_text_are_read(tmp_path, kind, suffix):
@@ -107,6 +132,30 @@ def test_a_damaged_row_group_is_lost_alone(tmp_path):
         assert [(failure.reason, failure.offset) for failure in records[10:20]] == [
             ("unreadable", row) for row in range(10, 20)
         ]
+
+
+def test_the_rows_before_a_part_of_arrow_are_counted_without_their_texts(tmp_path):
+    """The text of the first batch cannot be decompressed, which a part behind it does not need."""
+    path, texts = tmp_path / "a.arrow", [f"text {n} " * 50 for n in range(30)]
+    table = pa.table({"text": texts, "n": range(30)})
+    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table, max_chunksize=10)
+    data = bytearray(path.read_bytes())
+    frame = data.rindex(b"\x04\x22\x4d\x18", 0, data.index(b"text 0 "))
+    data[frame : frame + 4] = b"none"
+    path.write_bytes(data)
+    lost, *records = read_all(files(path), 1e-6)
+    assert (lost.reason, lost.offset) == ("unreadable", 0)
+    assert [(record.text, record.offset) for record in records] == [(texts[n], n) for n in range(10, 30)]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_table_without_a_batch_holds_no_documents_and_has_no_part_beside_others(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    (pq.ParquetWriter if suffix == "parquet" else pa.ipc.new_file)(path, pa.schema({"text": pa.string()})).close()
+    assert read_all(files(path)) == []
+    (tmp_path / "z.txt").write_text("good")
+    assert [part.source for part in file_parts(files(tmp_path), 1000)[0]] == ["z.txt"]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

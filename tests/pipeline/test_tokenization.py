@@ -26,6 +26,7 @@ from declutr.pipeline.tokenizer.tokenization import (
     fingerprint,
     load_tokenizer,
     train_tokenizer,
+    was_replaced,
 )
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -332,6 +333,24 @@ def test_a_tokenizer_that_draws_its_ids_is_refused(tokenizer, tmp_path):
     parsed["model"]["dropout"] = 0.1
     path.write_text(json.dumps(parsed))
     with pytest.raises(ConfigError, match=all_of("dropout", "0.1", "null")):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}", b"[]", b"\xff", None])
+def test_a_tokenizer_that_is_damaged_later_counts_as_replaced(tokenizer, tmp_path, damaged):
+    for name in ("given", "saved"):
+        tokenizer.save_pretrained(str(tmp_path / name))
+    path = tmp_path / "given" / "tokenizer.json"
+    assert not was_replaced(str(path.parent), False, tmp_path / "saved")
+    path.write_bytes(path.read_bytes()[:-99] if damaged is None else damaged)
+    assert was_replaced(str(path.parent), False, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("damage", [lambda _: '{"added_tokens": []}', lambda raw: raw.replace('"BPE"', '"none"')])
+def test_a_tokenizer_that_its_library_refuses_is_a_problem_with_its_name(tokenizer, tmp_path, damage):
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(damage((tmp_path / "tokenizer.json").read_text()))
+    with pytest.raises(ConfigError, match=all_of(f"tokenizer.name = '{tmp_path}'")):
         load_tokenizer(str(tmp_path))
 
 

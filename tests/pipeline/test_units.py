@@ -15,16 +15,16 @@ from messages import all_of, says
 from preparing import write_jsonl
 from volumes import small_volume
 
-from declutr.common.errors import RunLockedError
+from declutr.common.errors import RunLockedError, ShardError
 from declutr.common.lock import LOCK, RunLock
 from declutr.inspection.describe import describe
 from declutr.pipeline.config import config_hash
 from declutr.pipeline.job import worker
-from declutr.pipeline.job.output import HEARTBEATS, Output, plan_of
+from declutr.pipeline.job.output import HEARTBEATS, Output, Preparation, plan_of
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states, write_sidecar
 from declutr.pipeline.job.worker import splits_of, write_unit
-from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
+from declutr.pipeline.prepare import _complete, main, plan_ahead, prepare, problems
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.readers.input_state import digest_parts
 from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
@@ -101,6 +101,41 @@ def test_a_stored_unit_is_redone_when_its_sidecar_does_not_name_its_other_files(
         write_sidecar(folder, sidecar.model_copy(update={"others": others}))
         with open_output(config) as place:
             assert bool(place.finished_sidecar(unit, "prepare", config_hash(config))) == (others == {})
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_output_that_cannot_be_removed_whole_keeps_its_plan(corpus, tmp_path, make_config, output, stored):
+    folder, _ = output
+    changes = {"output": f"file://{folder}", "cache": str(tmp_path / "cache"), "session": {"num_cpus": 1}}
+    config = make_config(corpus, storage_retry_seconds=0, **(changes if stored else {}))
+    with open_output(config) as place:
+        place.write_plan(plan_of(config, look(config)))
+        if stored:
+            os.mkfifo(folder / "stuck")  # which is no folder to remove
+        else:
+            (folder / "duplicates.arrow").mkdir()  # which is no file to remove
+        with pytest.raises(OSError, match=r"stuck|duplicates"):
+            place.discard()
+        assert (folder / "plan.json").exists()
+        assert not (folder / "tokenizer").exists() or stored
+
+
+def test_a_list_that_changes_while_units_are_written_ends_without_a_manifest(tmp_path, make_config, corpus, output):
+    folder, tokenizer = output
+    (tmp_path / "words.txt").write_text("gadzooks")
+    rules = {"terminal_punctuation": False, "min_line_words": None, "min_sentences": None}
+    rules |= {"bad_words": str(tmp_path / "words.txt")}
+    config = make_config(corpus, filters={"c4": rules}, max_error_rate=0.1)
+    units = look(config)
+    job = Preparation(config, units, plan_of(config, units), output_of(config, folder))
+    for unit in units:
+        write_unit(unit, folder, config, tokenizer)
+    (tmp_path / "words.txt").write_text("word0")
+    with pytest.raises(ShardError, match=all_of("filters.c4.bad_words", str(folder), "output")):
+        _complete(job)
+    assert not (folder / MANIFEST).exists()
+    (tmp_path / "words.txt").write_text("gadzooks")
+    assert _complete(job).totals["kept"] == 41
 
 
 def test_the_split_is_by_content_and_of_the_asked_size():

@@ -203,8 +203,21 @@ def test_rounds_decide_as_the_sequential_rule_does(edges):
     for later, earlier in zip(pairs.later.tolist(), pairs.earlier.tolist(), strict=True):
         if earlier not in dropped:
             dropped.setdefault(later, earlier)
-    decisions = decide(pairs)
-    assert dict(zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True)) == dropped
+    for rounds in (0, 1, pairs_module.ROUNDS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pairs_module, "ROUNDS", rounds)
+            decisions = decide(pairs)
+        assert dict(zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True)) == dropped
+
+
+def test_a_long_chain_costs_linear_work():
+    count = 100_000
+    numbers, similarity = np.arange(count), np.full(count - 1, 0.7, np.float32)
+    started = time.monotonic()
+    decisions = decide(DuplicatePairs(numbers[1:], numbers[:-1], similarity, np.zeros(count - 1, np.bool_)))
+    assert time.monotonic() - started < 10, "half a minute, were two documents settled by each round over all"
+    assert decisions.dropped.tolist() == list(range(1, count, 2))
+    assert decisions.kept.tolist() == list(range(0, count - 1, 2))
 
 
 def test_keys_are_whole_or_refused(tmp_path):

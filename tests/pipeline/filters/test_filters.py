@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import socket
@@ -139,6 +140,24 @@ def test_contamination_sets_of_every_format_are_read(tmp_path):
     assert index.find("this is sentence number or so 1 of the files").name == "f/a.csv"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{{"text": "{}"}}\n{{"text": "other"}}\n'),
+        ("a.json", '[\n{{"text":\n"{}"}}]\n'),
+        ("a.jsonl", '{{"text": "{}"}}\n{{"text": "other"}}\n'),
+        ("a.csv", "{},other\n"),
+    ],
+)
+def test_examples_end_with_their_value_and_at_no_other_separator(tmp_path, name, content):
+    """An example of nine words is searched as a whole, so it is found only if it was read as one."""
+    example = "one two three\u2028four five\u0085six seven eight nine"
+    (tmp_path / name).write_text(content.format(example), encoding="utf-8")
+    build_index(Contamination(paths=[str(tmp_path / name)]), tmp_path / "index")
+    match = ContaminationIndex(tmp_path / "index").find(f"and {example} too")
+    assert match.words == "one two three four five six seven eight nine"
+
+
 def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, tmp_path, monkeypatch):
     config = Contamination(paths=[str(sets)])
     for name in ("one", "two"):
@@ -180,9 +199,12 @@ def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
     (tmp_path / "binary.bin").write_bytes(b"PK\0\0")
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
     (tmp_path / "altered.gz").write_bytes(gzip.compress(b"text")[:10] + b"\xff" * 20)
-    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz", "altered.gz")]
+    (tmp_path / "names").mkdir()
+    (tmp_path / "names" / os.fsdecode(b"\xff.txt")).write_text("text")
+    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz", "altered.gz", "names")]
     found = problems(FiltersConfig(contamination=Contamination(paths=[*given, "$UNKNOWN_HERE/sets"])))
-    reasons = ("does not exist", "holds no file", "is not text", "cannot be read", "cannot be read", "UNKNOWN_HERE")
+    reasons = ("does not exist", "holds no file", "is not text", "cannot be read", "cannot be read")
+    reasons += ("not UTF-8; rename", "UNKNOWN_HERE")
     for problem, said in zip(found, reasons, strict=True):
         assert problem.startswith("filters.contamination.paths: ")
         assert said in problem

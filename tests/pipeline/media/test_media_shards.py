@@ -212,8 +212,19 @@ def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_m
     }
 
 
-def test_images_of_one_name_are_held_within_a_limit():
-    blobs = [Blob("", f"a!x.{n}.png", 0, b"x" * 10, None) for n in range(50)]
+class Measured(bytes):
+    """Bytes that count how often their length is asked for."""
+
+    lengths = 0
+
+    def __len__(self):
+        Measured.lengths += 1
+        return super().__len__()
+
+
+def test_images_of_one_name_are_held_within_a_limit(monkeypatch):
+    monkeypatch.setattr(Measured, "lengths", 0)
+    blobs = [Blob("", f"a!x.{n}.png", 0, Measured(b"x" * 10), None) for n in range(50)]
     held = []
 
     def records():
@@ -226,6 +237,7 @@ def test_images_of_one_name_are_held_within_a_limit():
         out.append(record)  # noqa: PERF402 - `records` looks at it
     assert [blob.source for blob in out] == [blob.source for blob in blobs]
     assert max(held) <= 12
+    assert Measured.lengths <= 2 * len(blobs), "of each image when it comes and when it goes"
 
 
 def table(path, images, labels, names=None, struct=True, rows=4, column="image"):
@@ -251,6 +263,18 @@ def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
     row = taken(out)["folder/a.parquet", 5]
     assert row["label"] == "bird"
     assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(picture(5))).all()
+
+
+@pytest.mark.parametrize("struct", [False, True])
+def test_a_label_or_a_path_that_is_not_utf8_loses_its_row_alone(struct, tmp_path, make_media, prepare_media):
+    raw = pa.array([b"a", b"\xff", b"c"])
+    words, images = pa.StringArray.from_buffers(3, *raw.buffers()[1:]), pa.array([png(n) for n in range(3)])
+    column = pa.StructArray.from_arrays([images, words], ["bytes", "path"]) if struct else images
+    labels = pa.array(["a", "b", "c"]) if struct else words
+    pq.write_table(pa.table({"image": column, "label": labels}), tmp_path / "a.parquet")
+    manifest, ledger, _ = prepare_media(make_media("images", tmp_path / "a.parquet"))
+    assert (manifest.labels, manifest.failed) == ({"a": 1, "c": 1}, {"invalid_utf8": 1})
+    says(ledger["a.parquet", 1].detail, "label", "path")
 
 
 @pytest.mark.parametrize("packed", [False, True])
