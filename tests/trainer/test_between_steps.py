@@ -128,13 +128,18 @@ def test_every_rank_does_the_same(tmp_path):
 def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
     one = worker(tmp_path, checkpoint={"every_steps": 100})
     folder = tmp_path / "checkpoints"
+    phases = []
     with one.checkpointing.writing(nothing):
         take(one, 1, 1)
         assert not one.checkpointing.after_step(1, {}, stop=False)
         assert checkpoint.steps_in(folder) == []
         take(one, 2, 2)
+        saver = one.checkpointing.saver
+        wait = saver.wait
+        saver.wait = lambda: (phases.append(one.heartbeat.phase), wait())
         assert one.checkpointing.after_step(2, {}, stop=True)
     assert checkpoint.find_latest(folder)[1].step == 2
+    assert phases == ["writing"], "which has its own time limit"
 
 
 class Reports(list):
