@@ -140,6 +140,17 @@ def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, l
     assert there(one) == [4, 5], "files of a killed writer are cleared away"
 
 
+def test_checkpoints_whose_list_is_damaged_are_sent_anew(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(one, 1)
+    for _ in range(2):  # the run reaches the second step again
+        for step in there(one):
+            place(one, step).put(".files.json", b"[")
+        save(one, 2)
+        assert other.fetch()[1].step == 2
+    other.fetch_step(1)  # it is kept, and was still on the first host
+
+
 def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     """A place whose folder is a file at first, so that everything in it fails."""
     gate = tmp_path / "gate"
