@@ -164,9 +164,8 @@ class TrainingLoop:
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             config_values = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
-        # a start that was killed before its first save has its scores already
-        again = self.checkpointing.at_start and self.validator is not None
-        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
+        # a start that was killed before its first save has its scores already; its settings may have been others
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, self.checkpointing.at_start))
 
     def take_steps(self, done: int, batches: "Prefetcher", metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
