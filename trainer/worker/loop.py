@@ -14,6 +14,7 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError, UsageError
+from declutr.common.stores.address import is_remote
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.metrics.alarms import Alarms
@@ -161,7 +162,9 @@ class TrainingLoop:
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings, memory_mib())
         loggers = dict[str, Callable[[], AbstractContextManager[Log]]]()
         if config.metrics.wandb.mode != "disabled":
-            facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
+            facts = self.checkpointing.identity | {"run": config.run}
+            if not is_remote(config.run):  # an address is one run on every host
+                facts["host"] = socket.gethostname()
             config_values = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
         # a start that was killed before its first save has its scores already; its settings may have been others
