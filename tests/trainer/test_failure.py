@@ -141,6 +141,14 @@ def test_a_server_that_does_not_answer_is_named_once(monkeypatch, log, cloud):
     says(line, f"scaling.spot_notices = {cloud}", "metadata server")
 
 
+def test_an_address_without_a_scheme_is_named_and_does_not_end_the_watch(monkeypatch, log):
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "169.254.169.254")
+    watch = SpotWatch("aws", "0" * 56)
+    assert [watch.look() for _ in range(4)] == [True] * 4
+    (line,) = log
+    says(line, "scaling.spot_notices = aws", "unknown url type", "169.254.169.254")
+
+
 def test_something_else_than_http_is_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.getsockname()[1]}")
