@@ -63,7 +63,7 @@ from declutr.trainer.driver.continuation import (
     read_seconds,
 )
 from declutr.trainer.metrics.loggers import ProgressBar
-from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder, unknown
+from declutr.trainer.run import DEVICE, RESUME_SETTINGS, RunPlan, run_folder, unknown
 
 if TYPE_CHECKING:  # loads Ray, which no refused run waits for
     from declutr.trainer.driver.supervisor import Signals
@@ -181,7 +181,7 @@ def _lock_and_fetch(config: TrainConfig, signals: "Signals", stack: contextlib.E
     stack.enter_context(RunLock(run, lost))
     if store := store_of(config.run, run):
         stack.enter_context(StoreLock(Folder(config.run), lost))
-        store.fetch(RUN_FILES)
+        store.fetch((*RUN_FILES, DEVICE))
 
 
 def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def examine(config: "TrainConfig | None", paths: Sequence[str]) -> list[Finding]
     """Collect all findings on this machine, of a planned run if a config is given, and on folders it will write to."""
     import torch
 
-    address = (config and config.scaling.address) or os.environ.get("RAY_ADDRESS", "local")
+    address = (config and config.scaling.address) or os.environ.get("RAY_ADDRESS") or "local"
     # A node of a cluster holds at least one worker; how many, Ray decides.
     workers = config.scaling.least_workers if config and address == "local" else 1
     needs, findings = _of_config(config, workers) if config else (None, [])

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from messages import all_of, says
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from declutr.common.config import Strict, config_yaml, load_config
 from declutr.common.errors import ConfigError
@@ -24,6 +24,17 @@ class Sheep(Strict):
 
 class Horse(Strict):
     kind: Literal["horse", "pony"]
+
+
+class Goat(Strict):
+    kind: Literal["goat"] = "goat"
+    horns: int = 2
+
+
+class Pen(Strict):
+    animal: Annotated[Sheep | Goat, Field(discriminator="kind")]
+    size: int = 1
+    _note: str = PrivateAttr("none")
 
 
 class Part(Strict):
@@ -87,6 +98,11 @@ def test_values_are_replaced_by_overrides_and_read_back_when_printed(load):
 )
 def test_sections_are_replaced_opened_and_filled(load, text, override, inner):
     assert load(text, override).inner == inner
+
+
+def test_overrides_of_validated_settings_keep_the_kind_of_a_section():
+    pen = load_config(Pen(animal=Goat(horns=4)), "train", Pen, ["size=3"])
+    assert (pen, pen._note) == (Pen(animal=Goat(horns=4), size=3), "none")
 
 
 def test_config_reports_every_problem_at_once(load):

@@ -199,7 +199,11 @@ def test_the_report_and_inspect_show_lost_documents_and_unknown_tokens(content, 
     manifest = content.manifest.model_copy(update={"totals": totals})
     (tmp_path / "shards" / MANIFEST).write_text(manifest.model_dump_json())
     main(["inspect", str(tmp_path / "shards"), "--documents", "0"])
-    for shown in ("\n".join(glance(replace(content, manifest=manifest))), capsys.readouterr().out):
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(tmp_path / "shards"), "--documents", "-1"])
+    answer = capsys.readouterr()
+    says(answer.err, "--documents -1", "at least 0")
+    for shown in ("\n".join(glance(replace(content, manifest=manifest))), answer.out):
         says(shown, "about 990 lost")
         says(shown, "(100.0%) stand for words that the tokenizer does not know")
 

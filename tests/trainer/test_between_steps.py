@@ -24,6 +24,7 @@ from declutr.trainer.objectives.scores import RowScore, choosing_rows
 from declutr.trainer.parallel.communicator import Request
 from declutr.trainer.run import run_folder
 from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.worker import loop
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +129,18 @@ def test_every_rank_does_the_same(tmp_path):
 def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
     one = worker(tmp_path, checkpoint={"every_steps": 100})
     folder = tmp_path / "checkpoints"
+    phases = []
     with one.checkpointing.writing(nothing):
         take(one, 1, 1)
         assert not one.checkpointing.after_step(1, {}, stop=False)
         assert checkpoint.steps_in(folder) == []
         take(one, 2, 2)
+        saver = one.checkpointing.saver
+        wait = saver.wait
+        saver.wait = lambda: (phases.append(one.heartbeat.phase), wait())
         assert one.checkpointing.after_step(2, {}, stop=True)
     assert checkpoint.find_latest(folder)[1].step == 2
+    assert phases == ["writing"], "which has its own time limit"
 
 
 class Reports(list):
@@ -250,7 +256,7 @@ def test_weights_of_the_start_that_are_validated_again_have_one_line(tmp_path):
     assert lines[0]["mrr"] != 0.5
     one.validator = None
     with one.recording(0):
-        assert read_metrics(tmp_path) == lines, "they are not validated again"
+        assert read_metrics(tmp_path) == [], "without validation there are no scores, and these are of another start"
 
 
 def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path, log):
@@ -281,6 +287,26 @@ def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path
     assert [one.rows[0] for one in found] == [start[0] + 1, start[0]]
     newest = checkpoint.read_state(checkpoint.checkpoint_path(folder, 5)).reported
     assert (newest.start, newest.rows) == (start, []), "step 5 was not validated"
+
+
+def test_a_run_at_an_address_is_one_run_of_wandb_on_every_host(tmp_path, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def program(_config, _folder, facts, _settings):
+        seen.append(facts)
+        yield lambda _line: None
+
+    monkeypatch.setattr(loop, "wandb_run", program)
+    for place in ("s3://bucket/run", str(tmp_path)):
+        for host in ("one", "other"):
+            monkeypatch.setattr(loop.socket, "gethostname", lambda host=host: host)
+            one = worker(tmp_path, metrics={"wandb": {"mode": "offline"}})
+            one.config = one.config.model_copy(update={"run": place})
+            with one.recording(0):
+                pass
+    assert seen[0] == seen[1]
+    assert [facts.get("host") for facts in seen] == [None, None, "one", "other"]
 
 
 MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6, 18: 0.7}

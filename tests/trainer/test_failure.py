@@ -14,6 +14,7 @@ from processes import run_python
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 
+from declutr.trainer.driver import group
 from declutr.trainer.driver.continuation import FAILURES
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, describe, oom_kills
 from declutr.trainer.worker.spotwatch import CLOUDS, SpotWatch, aws_notice, gcp_notice
@@ -139,6 +140,23 @@ def test_a_server_that_does_not_answer_is_named_once(monkeypatch, log, cloud):
     assert [watch.look() for _ in range(8)] == [True] * 8
     (line,) = log
     says(line, f"scaling.spot_notices = {cloud}", "metadata server")
+
+
+def test_an_address_without_a_scheme_is_named_and_does_not_end_the_watch(monkeypatch, log):
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "169.254.169.254")
+    watch = SpotWatch("aws", "0" * 56)
+    assert [watch.look() for _ in range(4)] == [True] * 4
+    (line,) = log
+    says(line, "scaling.spot_notices = aws", "unknown url type", "169.254.169.254")
+
+
+def test_the_allocator_of_workers_is_behind_what_the_user_loads_and_left_out_where_its_path_is_cut(log):
+    assert group._libraries("/ray/x.so", "") == "/ray/x.so"
+    assert group._libraries("/ray/x.so", "/users.so") == "/users.so:/ray/x.so"
+    for path in ("/my ray/x.so", "/a:b/x.so"):
+        assert [group._libraries(path, "/users.so") for _ in range(2)] == ["", ""]
+    assert len(log) == 2, "one for each path"
+    says(log[0], "/my ray/x.so", "LD_PRELOAD", "space", "folder")
 
 
 def test_something_else_than_http_is_an_error(monkeypatch):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tinyruns import state_of
 
 from declutr.common.errors import RemoteError, ShardError
+from declutr.common.storage import read_json, write_json
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints import checkpoint
@@ -22,8 +23,10 @@ from declutr.trainer.checkpoints.state import CheckpointConfig
 from declutr.trainer.checkpoints.store import RunStore
 from declutr.trainer.data.chunks import rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
+from declutr.trainer.driver.continuation import RUN_FILES, choose_device
 from declutr.trainer.metrics.metrics import METRICS
-from declutr.trainer.run import data_folder, run_folder
+from declutr.trainer.run import DEVICE, data_folder, run_folder
+from declutr.trainer.scaling import ScalingConfig
 
 
 def host(tmp_path, name, address=None):
@@ -137,6 +140,17 @@ def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, l
     assert there(one) == [4, 5], "files of a killed writer are cleared away"
 
 
+def test_checkpoints_whose_list_is_damaged_are_sent_anew(tmp_path):
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(one, 1)
+    for _ in range(2):  # the run reaches the second step again
+        for step in there(one):
+            place(one, step).put(".files.json", b"[")
+        save(one, 2)
+        assert other.fetch()[1].step == 2
+    other.fetch_step(1)  # it is kept, and was still on the first host
+
+
 def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     """A place whose folder is a file at first, so that everything in it fails."""
     gate = tmp_path / "gate"
@@ -218,6 +232,19 @@ def test_a_file_that_is_gone_here_goes_there_and_the_other_way_round(tmp_path):
     one.send("summary.json")
     other.fetch(["summary.json"])
     assert not (other.folder / "summary.json").exists()
+
+
+def test_precision_that_a_worker_on_another_host_records_outlives_the_files_of_the_driver(tmp_path):
+    driver, first_worker, later = (host(tmp_path, name) for name in ("driver", "worker", "later"))
+    driver.folder.mkdir(parents=True)
+    choose_device(ScalingConfig(), driver.folder, driver, {"CPU": 8.0})
+    first_worker.fetch([DEVICE])
+    record = {"device": "cpu", "precision": "bf16"}
+    write_json(first_worker.folder / DEVICE, record)
+    first_worker.send(DEVICE)
+    driver.send(*RUN_FILES)
+    later.fetch([*RUN_FILES, DEVICE])
+    assert read_json(later.folder / DEVICE) == record
 
 
 def test_folders_stay_what_they_are(tmp_path):

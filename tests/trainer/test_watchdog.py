@@ -53,7 +53,14 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
 
 @pytest.mark.parametrize(
     ("behind", "others"),
-    [({"phase": "data"}, {}), ({"step": 6}, {}), ({"phase": "saving"}, {"phase": "data"}), ({"step": 6}, {"step": 9})],
+    [
+        ({"phase": "data"}, {}),
+        ({"step": 6}, {}),
+        ({"phase": "saving"}, {"phase": "data"}),
+        ({"phase": "saving"}, {"phase": "reporting"}),  # who writes nothing reports at once
+        ({"phase": "choosing kernels"}, {"phase": "data"}),
+        ({"step": 6}, {"step": 9}),
+    ],
 )
 def test_hang_names_the_living_worker_that_is_behind(behind, others):
     hang, _ = watch(
@@ -85,10 +92,11 @@ def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang
     assert watch(shrunk)[0] is None
 
 
-def test_worker_that_fetches_does_not_hang_while_it_lives():
+@pytest.mark.parametrize(("phase", "waiting"), [("fetching", "forward"), ("writing", "reporting")])
+def test_worker_that_waits_for_a_storage_does_not_hang_while_it_lives(phase, waiting):
     def looks(now, silent_from):
-        fetches = heartbeat(0, phase="fetching", steps=0, written=min(now, silent_from))
-        return [fetches, heartbeat(1, steps=0, written=now)]
+        waits = heartbeat(0, phase=phase, steps=0, written=min(now, silent_from))
+        return [waits, heartbeat(1, phase=waiting, steps=0, written=now)]
 
     assert watch(lambda now: looks(now, silent_from=1000))[0] is None
     hang, _ = watch(lambda now: looks(now, silent_from=3))

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
+from declutr.common.storage import LISTING
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import RETRY_SECONDS, Folder
 from declutr.trainer.checkpoints import checkpoint
@@ -84,14 +85,14 @@ class RunStore:
         self.send(
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
-        if self._there(step).is_whole():  # skipped as broken at the start; the run has now reached its step again
-            self._there(step).clear()
         self._states.pop(step, None)
-        sent = self._scores([other for other in self._steps() if other <= step], score)
+        sent = self._scores([other for other in self._steps() if other < step], score)
         here = {other: state.scores.get(score) for other, state in checkpoint.states_in(self.folder / CHECKPOINTS)}
         keep = checkpoint.kept({other: value for other, value in (here | sent).items() if other <= step}, config)
         for other in dict.fromkeys([*keep, step]):  # the newest also if its state cannot be read here now
             if other not in sent:
+                if self._there(other).read(LISTING) is not None:  # broken: its list is damaged, or a start skipped it
+                    self._there(other).clear()
                 self._there(other).send(self._here(other))
         try:
             for other in self._steps():

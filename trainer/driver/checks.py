@@ -22,11 +22,11 @@ from declutr.trainer.driver.continuation import RUN_FILES, SUMMARY, device_probl
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.loggers import missing_wandb
 from declutr.trainer.objectives.registry import BROKEN, KINDS
-from declutr.trainer.run import RunPlan, data_folder
+from declutr.trainer.run import DEVICE, RunPlan, data_folder
 
 _OFTEN = 0.1  # of the batches
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
-_OF_A_RUN = {*RUN_FILES, LOCK, CHECKPOINTS} - {SUMMARY}  # also of one just begun; `demo` writes a summary.json, too
+_OF_A_RUN = {*RUN_FILES, DEVICE, LOCK, CHECKPOINTS} - {SUMMARY}  # also of one just begun; `demo` writes a summary, too
 _OF_A_COMMAND = (".err", ".log", ".out", ".sh", ".yaml", ".yml")  # users put its settings and output into the run
 
 

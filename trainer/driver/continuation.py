@@ -223,8 +223,8 @@ def other_shards(plan: RunPlan) -> list[str]:
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
 FAILURES = "failures.log"
-RUN_FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)
-"""Written by the driver of a run."""
+RUN_FILES = ("config.yaml", RESUME_SETTINGS, SECONDS, FAILURES, SUMMARY)
+"""Written by the driver of a run. DEVICE is not: the first worker completes it, maybe on another host, and sends it."""
 MOMENT = "%Y-%m-%d %H:%M:%S"
 """Form of the local time at which a failure is recorded."""
 

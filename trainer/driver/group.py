@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def build_group(scaling: ScalingConfig, run: Path, settings: dict[str, Any]) -> 
     backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"  # through NCCL, numbers of the host would wait for the GPU
     timeout = int(max(_BACKEND_SECONDS, 2 * scaling.watchdog_timeout_seconds))
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    libraries = "" if use_gpu else _libraries(str(_ALLOCATOR), os.environ.get("LD_PRELOAD", ""))
     return TorchTrainer(
         _train_loop,
         train_loop_config={**settings, "checkpoints": str(run / CHECKPOINTS)},
@@ -76,9 +78,19 @@ def build_group(scaling: ScalingConfig, run: Path, settings: dict[str, Any]) -> 
             storage_path=str(run),
             failure_config=ray.train.FailureConfig(max_failures=0),
             callbacks=_tune_callbacks(),
-            worker_runtime_env={"env_vars": {"LD_PRELOAD": str(_ALLOCATOR)}} if not use_gpu else None,
+            worker_runtime_env={"env_vars": {"LD_PRELOAD": libraries}} if libraries else None,
         ),
     )
+
+
+@cache  # warns once, not at each start of the group
+def _libraries(allocator: str, before: str) -> str:
+    """LD_PRELOAD of a worker, with the allocator behind what the user loads; empty if its path cannot be given."""
+    if " " in allocator or ":" in allocator:
+        message = "%s cannot be loaded into workers (LD_PRELOAD ends a path at a space or colon), so their memory may "
+        get_logger().warning(message + "grow with the steps; install Ray in a folder without them", allocator)
+        return ""
+    return f"{before}:{allocator}" if before else allocator
 
 
 def _tune_callbacks() -> list[Any]:

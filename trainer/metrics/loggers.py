@@ -153,7 +153,7 @@ def run_id(folder: Path, facts: Mapping[str, str]) -> str:
 
     Args:
         folder: folder of the run.
-        facts: what tells this run from any other: its place, host, settings and data.
+        facts: what tells this run from any other: its place, host (of a folder), settings and data.
     """
     path = folder / WANDB_ID
     try:

@@ -107,7 +107,7 @@ class MetricsWriter:
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
         alarms: watch the run's own lines, from the first, and are logged and written; None: nothing watches.
         loggers: programs by their name, besides TensorBoard. Their failure does not end the run.
-        validates_again: true if the weights after `after_step` are scored again; their earlier validation is deleted.
+        validates_again: true if the weights after `after_step` are scored anew, or no longer: earlier scores go.
     """
 
     def __init__(

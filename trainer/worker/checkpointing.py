@@ -195,7 +195,7 @@ class Checkpointing:
         """Waits until the last checkpoint is written and reported."""
         try:
             if self.saver is not None:
-                with self._heartbeat.doing("saving"):
+                with self._heartbeat.doing("writing"):
                     self.saver.wait()
         finally:
             self._report()  # also after a failure, because the other workers report too

@@ -13,7 +13,10 @@ _KEPT_LINES = 10  # a snapshot is written twice a second
 _START_SECONDS = 60.0  # least limit for a group's first step, which opens the data and compiles
 _ALONE_SECONDS = 60.0  # added while no worker of the group writes: usually Ray is replacing the group
 _SILENT_SECONDS = 10.0  # a worker writes every 0.5 to 2 s; after this long it is stopped or cut off
-PHASES = ("starting", "fetching", "validating", "reporting", "saving", "data", "forward", "ended")
+PHASES = (
+    *("starting", "fetching", "choosing kernels"),
+    *("validating", "saving", "writing", "reporting", "data", "forward", "ended"),
+)
 """Phases in their order after a step: while a group waits, the worker in the earliest holds it up."""
 
 
@@ -157,8 +160,8 @@ class Watchdog:
             timeout += _ALONE_SECONDS
         if still < timeout or all(p["phase"] == "ended" for p, _ in current.values()):
             return None
-        if any(p["phase"] == "fetching" and now - at < _SILENT_SECONDS for p, at in current.values()):
-            return None  # the store's retries have a separate time limit
+        if any(p["phase"] in ("fetching", "writing") and now - at < _SILENT_SECONDS for p, at in current.values()):
+            return None  # the retries of a storage have a separate time limit
         return self._blame(current, now, still)
 
     def _blame(self, current: dict[int, tuple[dict[str, Any], float]], now: float, still: float) -> Hang:

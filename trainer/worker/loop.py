@@ -14,6 +14,7 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError, UsageError
+from declutr.common.stores.address import is_remote
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.metrics.alarms import Alarms
@@ -161,12 +162,13 @@ class TrainingLoop:
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings, memory_mib())
         loggers = dict[str, Callable[[], AbstractContextManager[Log]]]()
         if config.metrics.wandb.mode != "disabled":
-            facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
+            facts = self.checkpointing.identity | {"run": config.run}
+            if not is_remote(config.run):  # an address is one run on every host
+                facts["host"] = socket.gethostname()
             config_values = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
-        # a start that was killed before its first save has its scores already
-        again = self.checkpointing.at_start and self.validator is not None
-        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
+        # a start that was killed before its first save has its scores already; its settings may have been others
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, self.checkpointing.at_start))
 
     def take_steps(self, done: int, batches: "Prefetcher", metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""

@@ -112,7 +112,7 @@ class SpotWatch(Watcher):
         """Asks once; False after the node was drained."""
         try:
             notice = CLOUDS[self._cloud]()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: an address without a scheme
             self._failures += 1
             if self._failures == _MOST_FAILURES:  # said once, as questions go on
                 get_logger().warning(

@@ -25,6 +25,8 @@ def run_inspect(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the checkpoints of a run as a JSON list")
     parser.add_argument("--fast", action="store_true", help="compare only the sizes of checkpoints, not checksums")
     options = parser.parse_args(arguments)
+    if options.documents < 0:
+        parser.error(f"--documents {options.documents}: must be at least 0, which shows none")
     from declutr.inspection.describe import checkpoint_rows, describe, describe_run, locate
     from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 

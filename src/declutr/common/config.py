@@ -29,6 +29,11 @@ class Strict(BaseModel):
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Settings of which one is given; an override of one replaces the others of the file."""
 
+    def model_post_init(self, context: Any, /) -> None:  # noqa: ARG002 - the signature of pydantic
+        """Counts a default `kind` as set: without it, a section among several kinds could not be read again."""
+        if "kind" in self.__dict__:
+            self.__pydantic_fields_set__.add("kind")
+
 
 Config = TypeVar("Config", bound=Strict)
 Settings: TypeAlias = Config | Mapping[str, Any] | str | Path

@@ -163,12 +163,13 @@ def missing_extra(extra: str, use: str) -> str | None:
 # hold a password or a signature. Stores take credentials from the environment.
 _HIDDEN = "***"
 _SHOWN_CHARACTERS = 200
-# A bucket has no port, and AWS's secrets hold slashes that people forget to escape: all up to the last "@".
-_BUCKET_USER = re.compile(r"(?<=://)[^@\s'\"?]*:[^\s'\"?]*(?=@)")
+# A bucket has no port, and AWS's secrets hold slashes that people forget to escape: all up to the last "@". Without one
+# the rest is taken, too: a search from each later "://" in it would take minutes for a long text.
+_BUCKET_USER = re.compile(r"(?<=://)[^:@\s'\"?]*:(?:[^\s'\"?]*(@)|[^\s'\"?]*)")
 _STORE = re.compile(r"\b(?:s3a?|gs|gcs|abfss?|az)(?=://)", re.IGNORECASE)
-_PASSWORD = re.compile(r"(?<=://)[^/@\s'\"?#]*:[^/\s'\"?#]*(?=@)")
+_PASSWORD = re.compile(r"(?<=://)[^/:@\s'\"?#]*:[^/\s'\"?#]*(?=@)")
 _WEB_USER = re.compile(r"(?<=\bhttp://)[^/@\s'\"?#]+(?=@)|(?<=\bhttps://)[^/@\s'\"?#]+(?=@)", re.IGNORECASE)
-_OPTION = re.compile(r"(?<=[?&])(?P<key>[^=&#\s'\"]+)=(?P<value>[^&#\s'\"]+)")
+_OPTION = re.compile(r"(?<=[?&])(?P<key>[^?=&#\s'\"]+)=(?P<value>[^&#\s'\"]+)")
 _SECRET_KEY = re.compile(
     r"secret|token|passw|signature|credential|api_?key|access_?key|^(?:sig|key|auth|googleaccessid|awsaccesskeyid)$",
     re.IGNORECASE,
@@ -187,7 +188,7 @@ def redact(text: str) -> str:
     if "://" not in text:
         return text
     if _STORE.search(text):
-        text = _BUCKET_USER.sub(_HIDDEN, text)
+        text = _BUCKET_USER.sub(lambda match: f"{_HIDDEN}@" if match[1] else match[0], text)
     text = _WEB_USER.sub(_HIDDEN, _PASSWORD.sub(_HIDDEN, text))
     return _OPTION.sub(_hide, text)
 
