@@ -26,7 +26,8 @@ def reading_list(title):
 def files_run(call, *arguments):
     """The result of a call, and the files of source whose functions ran in it."""
     names, before = set(), sys.getprofile()
-    sys.setprofile(lambda frame, *_: frame.f_code.co_name != "<module>" and names.add(frame.f_code.co_filename))
+    silent = ("<module>", "model_post_init")  # imports, and what pydantic calls whenever settings are read
+    sys.setprofile(lambda frame, *_: frame.f_code.co_name not in silent and names.add(frame.f_code.co_filename))
     try:
         result = call(*arguments)
     finally:
