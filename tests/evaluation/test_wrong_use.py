@@ -213,9 +213,18 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(place):
         (["index", "file.txt", "--output", "out"], "has no note file.txt.json"),
         (["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"], ""),
         (["adapt", "owner/name", "good.yaml", "--output", "out", "--pairs", "nothing.jsonl"], ""),
+        (["adapt", "nothere", "file.txt", "--output", "out"], "nothere cannot be loaded: there is no such folder here"),
+        (["embed", "nothere", "file.txt", "--output", "out.npy"], "HF_HUB_OFFLINE is set"),
+        (["export", "nothere", "--to", "onnx", "--output", "out"], "HF_HUB_OFFLINE is set"),
     ]
     with RunLock(place / "held", print):
-        done = run_python("-c", REFUSALS, folder=None, input=json.dumps([arguments for arguments, _ in cases]))
+        done = run_python(
+            "-c",
+            REFUSALS,
+            folder=None,
+            env={"HF_HUB_OFFLINE": "1"},
+            input=json.dumps([arguments for arguments, _ in cases]),
+        )
     parts = done.stderr.split("status 1, loaded []\n")
     assert len(parts) == len(cases) + 1, done.stderr
     for (_, message), part in zip(cases, parts, strict=False):

@@ -27,7 +27,7 @@ from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import write_text
-from declutr.encoders.protocol import missing, no_encoder
+from declutr.encoders.protocol import no_encoder, unloadable
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
@@ -116,7 +116,7 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
     place = expand(config.encoder)
-    encoder_problem = missing(config.encoder) or no_encoder(place)
+    encoder_problem = unloadable(config.encoder) or no_encoder(place)
     if place.is_file():
         encoder_problem = f"{place} is a file, not the folder of an encoder"
     if config.encoder.startswith(("hashed-words", "untrained:", "untrained@")):

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
-from declutr.common.errors import UsageError
+from declutr.common.errors import EncoderError, UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
 from declutr.embedding.note import mapped
 from declutr.embedding.postings import StoredWords, wrong_file
 from declutr.embedding.units import CHUNK_ROWS, Coverage, Shape, VectorType, shaped
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, in_role
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, in_role, unloadable
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
 INDEX = "index.json"
@@ -365,6 +365,8 @@ class Searcher(SearchIndex):
             if self.facts.hybrid is None:
                 raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
             self.weight = weight
+        if model and (problem := unloadable(model)):
+            raise EncoderError(problem)
         from declutr.encoders.loading import encoder_of_index  # loads torch, which no problem of the index waits for
 
         self._encoder = encoder_of_index(self.facts.choice, model, trust_remote_code=trust_remote_code)

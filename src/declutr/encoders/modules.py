@@ -9,13 +9,10 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from declutr.common.errors import DamagedError, EncoderError
-from declutr.common.hub import hub_problem
-from declutr.encoders.protocol import Pooling, check_prompts, missing, near
+from declutr.encoders.protocol import Pooling, check_prompts, file_of
 from declutr.trainer.model.behind import Dense, ModuleFiles, unread
 
 _FLAGS = {
@@ -76,7 +73,7 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
         EncoderError: a module, a pooling or an option is not supported, a file is damaged or missing, or a lookup
             failed.
     """
-    files = ModuleFiles(partial(_file, name))
+    files = ModuleFiles(partial(file_of, name))
     try:
         modules = files.modules()
         if modules is not None:
@@ -176,25 +173,3 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
         f"{name}: pooling {'+'.join(map(str, kinds))!r} is not one of {', '.join(get_args(Pooling))}; another pooling "
         "than that of its training gives other embeddings, so take another encoder"
     )
-
-
-def _file(name: str, file: str) -> Path | None:
-    """Path of a file in a folder or at the hub, or None."""
-    if Path(name).exists():
-        path = Path(name) / file
-        return path if path.is_file() else None
-    if problem := missing(name):
-        raise EncoderError(problem)
-    try:
-        return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
-    except LocalEntryNotFoundError as error:  # first, because it is an EntryNotFoundError too
-        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
-            return None
-        raise EncoderError(
-            f"{name} cannot be loaded: there is no such folder here{near(name)}, and the hub cannot be asked for "
-            f"{file}: {hub_problem()}. Without a network, download the model to a folder and name that folder"
-        ) from error
-    except EntryNotFoundError:
-        return None
-    except (HFValidationError, OSError) as error:
-        raise EncoderError(f"{name} cannot be loaded: no such folder, and not at the hub: {error}") from error

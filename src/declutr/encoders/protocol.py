@@ -12,7 +12,7 @@ from pydantic import Field
 
 from declutr.common.config import AnyPrecision, Precision, Strict
 from declutr.common.errors import EncoderError, suggest
-from declutr.common.hub import looks_like_a_path
+from declutr.common.hub import hub_problem, looks_like_a_path
 from declutr.common.paths import expand
 from declutr.common.storage import hash_json, read_json
 
@@ -188,12 +188,48 @@ def no_encoder(folder: Path) -> str | None:
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 
 
+def file_of(name: str, file: str) -> Path | None:
+    """Path of a file in a folder or at the hub; None if the encoder has no such file.
+
+    Raises:
+        EncoderError: there is no such folder, and the hub has no such encoder or cannot be asked.
+    """
+    # imported here because they take a second, and most commands name a folder
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    if Path(name).exists():
+        path = Path(name) / file
+        return path if path.is_file() else None
+    if problem := missing(name):
+        raise EncoderError(problem)
+    try:
+        return Path(hf_hub_download(name, file, local_files_only=hub_problem() is not None))
+    except LocalEntryNotFoundError as error:  # first, because it is an EntryNotFoundError too
+        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
+            return None
+        raise EncoderError(
+            f"{name} cannot be loaded: there is no such folder here{near(name)}, and the hub cannot be asked for "
+            f"{file}: {hub_problem()}. Without a network, download the model to a folder and name that folder"
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (HFValidationError, OSError) as error:
+        raise EncoderError(f"{name} cannot be loaded: no such folder, and not at the hub: {error}") from error
+
+
 def unloadable(name: str) -> str | None:
     """The problem of an encoder's name that needs no torch to be seen; None if it may be loaded."""
     place = expand(name)
     if is_run(place) or (place / "export").is_dir():
         return None
-    return missing(name) or no_encoder(place)
+    if (problem := missing(name) or no_encoder(place)) or place.exists() or ":" in name:
+        return problem
+    try:
+        file_of(name, "modules.json")  # here, because a name that is misspelt should not wait for torch
+    except EncoderError as error:
+        return str(error)
+    return None
 
 
 def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
