@@ -183,7 +183,9 @@ def look(values: Mapping[str, Any]) -> list[str]:
     if isinstance(output, str):
         setting = values.get("storage_retry_seconds", _LOOK_SECONDS)
         seconds = min(setting, _LOOK_SECONDS) if isinstance(setting, int | float) else _LOOK_SECONDS
-        problems += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, inputs, seconds)]
+        excludes = isinstance(corpus, Mapping) and bool(corpus.get("exclude"))
+        places = output_place_problems(output, inputs, seconds, excludes)
+        problems += [f"output = {output!r}: {problem}" for problem in places]
     name = tokenizer.get("name") if isinstance(tokenizer, Mapping) else None
     if isinstance(name, str) and looks_like_a_path(name):
         problem = _path_problem(name)
@@ -194,7 +196,7 @@ def look(values: Mapping[str, Any]) -> list[str]:
 
 
 def output_place_problems(
-    output: str, inputs: Sequence[str], storage_retry_seconds: float = _LOOK_SECONDS
+    output: str, inputs: Sequence[str], storage_retry_seconds: float = _LOOK_SECONDS, excludes: bool = False
 ) -> list[str]:
     """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input.
 
@@ -202,18 +204,20 @@ def output_place_problems(
         output: a folder or an address.
         inputs: paths and addresses of the corpus.
         storage_retry_seconds: time to retry a request while a store does not answer.
+        excludes: the corpus leaves files out, so that a pattern need not meet what is written.
     """
     if problem := refusal(output) or (None if is_remote(output) else _path_problem(output)):
         return [problem]
     here, kind = _place(output), "address" if is_remote(output) else "folder"
+    finished = not is_remote(output) and (expand(output) / MANIFEST).is_file()  # nothing is written then
+    written = [] if excludes or finished else _WRITTEN
     problems = [
         f"is inside the input {path!r}, so the same command would read the shards as input; name another {kind}"
         for path in inputs
         if is_remote(path) == is_remote(output) and (is_remote(path) or not _path_problem(path))
-        if here.startswith(place := _place(path)) or any(_matches(place, here + name) for name in _WRITTEN)
+        if here.startswith(place := _place(path)) or any(_matches(place, here + name) for name in written)
     ]
-    if not is_remote(output):
-        finished = (expand(output) / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
+    if not is_remote(output):  # to a finished output a read-only disk is enough
         return [*problems, *filter(None, [None if finished else folder_problem(expand(output))])]
     if not here.partition("://")[2].partition("/")[2]:
         problems.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")

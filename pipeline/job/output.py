@@ -5,6 +5,7 @@ loaded or trained on a sample of the corpus, and an index of evaluation sets.
 """
 
 import hashlib
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -248,12 +249,15 @@ class Output:
     def discard(self) -> None:
         """Removes everything that a preparation wrote, except its lock."""
         # By name, because the folder may hold files of the user.
-        for name in (TOKENIZER, UNITS, LEDGERS, REJECTED, CANDIDATES, HEARTBEATS):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+        folders = [self.folder / name for name in (TOKENIZER, UNITS, LEDGERS, REJECTED, CANDIDATES, HEARTBEATS)]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PROGRESS, INDEX, DUPLICATES, PLAN):  # the plan last: files without it are refused
+        for name in (MANIFEST, PROGRESS, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)
+        if not any(map(os.path.lexists, folders)):  # files without a plan are refused as those of somebody else
+            (self.folder / PLAN).unlink(missing_ok=True)
 
 
 def _compare(unit: Unit, before: InputState | None, verify: bool) -> str:

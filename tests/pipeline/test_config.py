@@ -132,6 +132,9 @@ def test_an_output_whose_files_a_pattern_would_find_is_refused(tmp_path, output)
         problems = output_place_problems(str(tmp_path / output), inputs)
         assert bool(problems) == bool(list(find_inputs(inputs[0], Skipped()))), pattern
         assert not problems or says(problems, repr(inputs[0]), "another folder") is None
+        assert not output_place_problems(str(tmp_path / output), inputs, excludes=True)
+    (tmp_path / output / "manifest.json").touch()
+    assert not output_place_problems(str(tmp_path / output), [f"{tmp_path}/**/*.json"]), "nothing is written then"
     (problem,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/**", "s3://bucket/in/*.arrow"])
     says(problem, "input 's3://bucket/in/**'")
 

@@ -118,6 +118,14 @@ def test_an_output_that_cannot_be_removed_whole_keeps_its_plan(corpus, tmp_path,
             place.discard()
         assert (folder / "plan.json").exists()
         assert not (folder / "tokenizer").exists() or stored
+        if not stored:
+            (folder / "duplicates.arrow").rmdir()
+            (folder / "candidates").symlink_to(tmp_path)  # which is no folder to remove
+            place.discard()
+            assert (folder / "plan.json").exists()
+            (folder / "candidates").unlink()
+            place.discard()
+            assert not (folder / "plan.json").exists()
 
 
 def test_a_list_that_changes_while_units_are_written_ends_without_a_manifest(tmp_path, make_config, corpus, output):
