@@ -104,9 +104,8 @@ def tables(page: str) -> Iterator[tuple[str, list[Group], list[str], set[str] | 
         rows = [row for table in re.findall(r"(?m)(?:^\|.*\n)+", body) for row in table.splitlines()[2:]]
         cells = [re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", cell) for row in rows for cell in row.split("|")[2:-1]]
         groups = [tuple(filter(None, numbers)) for cell in cells for numbers in TOGETHER.findall(cell)]
-        text = f"{parts[2]}\n{body}" if page.endswith("scale.md") else body  # that page names its file once
         names = [
-            name for name in re.findall(r"([\w.-]+\.json)`", text) if (ROOT / "benchmarks/results" / name).is_file()
+            name for name in re.findall(r"([\w.-]+\.json)`", body) if (ROOT / "benchmarks/results" / name).is_file()
         ]
         unfiled = [match[1] for match in UNFILED.finditer(body)]
         if groups:
