@@ -22,7 +22,7 @@ from declutr.adaptation.passages import F64
 from declutr.adaptation.result import Result, Row
 from declutr.adaptation.scores import DISTANT, HEADINGS, SENTENCES
 from declutr.common.bootstrap import Comparison, compare, spearman
-from declutr.common.storage import atomic_file
+from declutr.common.storage import atomic_file, hash_file
 from declutr.evaluation.retrieval.compare import stsb_values
 
 # Settings of `declutr adapt` were chosen on these.
@@ -69,7 +69,8 @@ def _corpus(options: argparse.Namespace, source: str) -> Path:
 def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[str, Any]]:
     """One entry for each row of the table of a run."""
     corpus = _corpus(options, source)
-    output = options.work / f"{corpus.stem}-seed{seed}"
+    settings = f"-{hash_file(options.settings)[:8]}" if options.settings else ""
+    output = options.work / f"{corpus.stem}-seed{seed}{settings}"
     result = adapt(options.start, corpus, output, stsb=options.stsb, minutes=options.minutes, seed=seed)
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
     for row in result.rows[1:]:  # the first row is the start

@@ -208,18 +208,11 @@ def output_place_problems(
     """
     if problem := refusal(output) or (None if is_remote(output) else _path_problem(output)):
         return [problem]
-    here, kind = _place(output), "address" if is_remote(output) else "folder"
     finished = not is_remote(output) and (expand(output) / MANIFEST).is_file()  # nothing is written then
-    written = [] if excludes or finished else _WRITTEN
-    problems = [
-        f"is inside the input {path!r}, so the same command would read the shards as input; name another {kind}"
-        for path in inputs
-        if is_remote(path) == is_remote(output) and (is_remote(path) or not _path_problem(path))
-        if here.startswith(place := _place(path)) or any(_matches(place, here + name) for name in written)
-    ]
+    problems = found_again(output, inputs, [] if excludes or finished else _WRITTEN)
     if not is_remote(output):  # to a finished output a read-only disk is enough
         return [*problems, *filter(None, [None if finished else folder_problem(expand(output))])]
-    if not here.partition("://")[2].partition("/")[2]:
+    if not _place(output).partition("://")[2].partition("/")[2]:
         problems.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
     if problems:
         return problems
@@ -231,6 +224,17 @@ def output_place_problems(
     except (OSError, NotImplementedError) as error:
         return [f"nothing can be written there: {error}"]
     return []
+
+
+def found_again(output: str, inputs: Sequence[str], written: Sequence[str]) -> list[str]:
+    """A problem for each input that holds an output, or whose pattern finds a file that is written there."""
+    here, kind = _place(output), "address" if is_remote(output) else "folder"
+    return [
+        f"is inside the input {path!r}, so the same command would read its own files as input; name another {kind}"
+        for path in inputs
+        if is_remote(path) == is_remote(output) and (is_remote(path) or not _path_problem(path))
+        if here.startswith(place := _place(path)) or any(_matches(place, here + name) for name in written)
+    ]
 
 
 def _place(path: str) -> str:

@@ -25,6 +25,7 @@ from declutr.adaptation.candidates import (
     load_transformer,
     write_trained,
 )
+from declutr.adaptation.checks import as_options
 from declutr.adaptation.config import AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
 from declutr.adaptation.passages import _select, held_out_documents, make_passages
@@ -278,6 +279,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", 150))
     docs = tmp_path / "docs"
     docs.mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     corpus(docs / "long.jsonl", 3, words=400)
     corpus(tmp_path / "tiny.jsonl", 30, words=20)
     for start, output, settings, words in (
@@ -298,6 +300,8 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),
         (encoder, "docs", {}, ("--output", "holds long.jsonl", "new folder")),
         (encoder, "docs/out", {}, ("--output", "in the corpus", "elsewhere")),
+        (encoder, "docs/out", {"corpus": docs / "**/*.md"}, ("--output", "inside the input", "another folder")),
+        (tmp_path / "run", "out", {}, ("run is a run", "name the folder `export`")),
         (docs, "out", {"corpus": encoder}, (f"{encoder} is an encoder", "comes first", "ENCODER CORPUS")),
         (docs / "long.jsonl", "out", {}, ("long.jsonl is a file", "encoder")),
     ):
@@ -378,3 +382,9 @@ def test_settings_of_the_file_are_those_of_an_adaptation():
     assert (spans.min_tokens, spans.max_tokens, spans.query_tokens) == (128, 256, (4, 16))
     assert (train.batch_documents, train.steps, train.epochs, train.seed) == (64, 10, None, 7)
     assert (train.export, train.validation.every_steps, train.encoder.pooling) == ("last", 0, "cls")
+
+
+def test_messages_of_a_preparation_name_options():
+    assert as_options("2.40% is more than max_error_rate = 0.01. Repair") == "2.40% is more than 1%. Repair"
+    assert as_options("tokenizer.name = '/m': was changed") == "ENCODER '/m': was changed"
+    assert as_options("its own negative; lower batch_documents or its weight") == "its own negative"

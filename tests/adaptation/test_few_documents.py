@@ -108,7 +108,12 @@ def test_passages_are_joined_by_document_in_the_order_of_the_file(tmp_path):
     table = tmp_path / "passages.csv"
     table.write_text("document,text\nb,one\na,two\nb,three\n")
     assert read_passages(table) == {"one\n\nthree": ["one", "three"], "two": ["two"]}
-    for content, words in (("", ("holds no passages",)), ('{"document": 1, "text": 2}\n', ("text",))):
+    number = f'{{"document": {"1" * 5000}, "text": "one"}}\n'
+    for content, words in (
+        ("", ("holds no passages",)),
+        ('{"document": 1, "text": 2}\n', ("text",)),
+        (number, ("is not JSON Lines",)),
+    ):
         path.write_text(content)
         with pytest.raises(DataError, match=all_of("passages.jsonl", *words)):
             read_passages(path)
@@ -132,6 +137,8 @@ def test_own_passages_judge_as_they_are_and_stay_what_they_were(encoder, tmp_pat
     result = adapt(encoder, [], output, passages=file, steps=0)
     assert (result.primary, result.chosen, result.verdict.comparison.rows) == ("sentences", CLOSED, 70)
     assert result.facts["documents"] == 70
+    assert adapt(encoder, [], output, passages=file, steps=0).sentence == result.sentence
+    output = output.rename(tmp_path / "moved")
     assert adapt(encoder, [], output, passages=file, steps=0).sentence == result.sentence
     write_passages(file, 71)
     with pytest.raises(UsageError, match=all_of("--passages", "has changed", "restore it")):

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from declutr.adaptation.checks import own_words
+from declutr.adaptation.checks import drop_moved, own_words
 from declutr.adaptation.config import (
     BATCH_DOCUMENTS,
     DOCUMENTS,
@@ -172,6 +172,7 @@ class CandidateBuilder:
         if not file.is_file() or file.read_text(encoding="utf-8") != lines:  # `prepare` refuses one of another time
             folder.mkdir(parents=True, exist_ok=True)
             write_text(file, lines)
+        drop_moved(data, file)
         changes = {"corpus": [], "passages": str(file), "format": "auto", "text_field": ["text"]}
         config = self.config.model_copy(update=changes)
         with own_words():
@@ -199,7 +200,8 @@ class CandidateBuilder:
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
             pooling, prompts = start.encoder.config.pooling, (start.in_role("query").prompt, document_prompt(start))
             config = self.config.train_config(self.data, run, steps, pooling, prompts, self.address, self.pairs)
-            train(config)
+            with own_words():
+                train(config)
         with atomic_folder(place) as aside:
             if name in (CLOSED, BOTH):
                 origin = start if name == CLOSED else self.load(TRAINED)

@@ -3,6 +3,7 @@
 import glob
 import logging
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
-from declutr.common.storage import write_text
-from declutr.encoders.protocol import no_encoder, unloadable
+from declutr.common.storage import read_json, write_text
+from declutr.common.stores.copies import PLAN
+from declutr.encoders.protocol import is_run, no_encoder, unloadable
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
-from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.config import PipelineConfig, found_again
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
@@ -40,6 +42,9 @@ from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 _OWN = {"data", DOCUMENTS, PAIRS_FILE, PAIRS_DATA, "candidates", "folds", "scores", ENCODER, REPORT}
 _OWN |= {"result.json", "lock.json"}
 """Names that an adaptation writes to its folder, beside its state."""
+_WRITTEN = ["training-pairs.jsonl", "report.html", "result.json", "encoder/README.md", "folds/0/data/plan.json"]
+_WRITTEN += ["candidates/run/export/README.md", "data/plan.json", "data/progress.jsonl", "data/train-00000.arrow"]
+"""Files of an adaptation, of every format that documents may have."""
 _ANSWERS = {2: 240, 3: 370}
 """Different answers of which each half, or each third, has 100 in 99% of the draws."""
 _MOST_READ = 1000
@@ -57,7 +62,10 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"(?: and|,) `filters`": "",
     r"output = ": "--output ",
     r", or allow more with max_error_rate=[\d.]+; the same command then ends at once": "",
-    r"more than max_error_rate = [\d.]+": "more than 1%",
+    r"more than max_error_rate = \d+(?:\.\d+)?": "more than 1%",
+    r"tokenizer\.name = ": "ENCODER ",
+    r", or in `prepare` tokenizer\.kind=train": "",
+    r"; lower batch_documents or its weight": "",
 }
 """Patterns in messages of a preparation, and the words of this command for them."""
 
@@ -71,7 +79,7 @@ def as_options(message: str) -> str:
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """Gives messages and errors of `prepare` the options of `adapt`, which takes no settings."""
+    """Gives messages and errors of `prepare` and `train` the options of `adapt`, which takes no settings."""
 
     def reworded(record: logging.LogRecord) -> bool:
         record.msg, record.args = as_options(record.getMessage()), ()  # the message has them already
@@ -117,6 +125,8 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
     place = expand(config.encoder)
     encoder_problem = unloadable(config.encoder) or no_encoder(place)
+    if is_run(place):
+        encoder_problem = f"{place} is a run or a checkpoint; name the folder `export` of a run"
     if place.is_file():
         encoder_problem = f"{place} is a file, not the folder of an encoder"
     if config.encoder.startswith(("hashed-words", "untrained:", "untrained@")):
@@ -138,6 +148,9 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
             yield f"CORPUS: {path}: no such file or folder"
         if output.resolve().is_relative_to(path):
             yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
+    searched = [path for path in config.corpus if glob.has_magic(path)]
+    for problem in found_again(str(output), searched, _WRITTEN):
+        yield f"--output {output}: {problem}"
 
 
 class Inputs(NamedTuple):
@@ -198,6 +211,7 @@ def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str])
     """
     path, lines = output / DOCUMENTS, document_lines(passages)
     if path.is_file() and path.read_bytes() == lines.encode():
+        drop_moved(output / "data", path)
         return
     stored(config, output)
     if path.is_file() and (output / STATE).is_file():
@@ -208,6 +222,15 @@ def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str])
     output.mkdir(parents=True, exist_ok=True)
     with RunLock(output, lambda: None):
         write_text(path, lines)
+
+
+def drop_moved(data: Path, documents: Path) -> None:
+    """Removes shards that were prepared before their adaptation was moved, so that they are prepared again.
+
+    `prepare` counts the path of its input among its settings.
+    """
+    if (data / PLAN).is_file() and read_json(data / PLAN)["config"]["corpus"]["paths"] != [str(documents)]:
+        shutil.rmtree(data)
 
 
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:

@@ -303,19 +303,20 @@ class _Adaptation:
         if counts[self.primary] < 10:
             nothing = Comparison(math.nan, math.nan, counts[self.primary], None)
             return self._finish(Verdict("too few documents to tell", nothing, MIN_FOLDED), CLOSED, None, [], 1, [])
-        steps = self._steps(None, len(documents) - math.ceil(len(documents) / FOLDS))
+        enough = counts[self.primary] >= MIN_FOLDED  # else no verdict is possible, and five trainings are not worth it
+        steps = self._steps(None, len(documents) - math.ceil(len(documents) / FOLDS)) if enough else 0
         name = TRAINED if steps else CLOSED
         self._say(
             f"{len(documents):,} documents: too few for a test of their own; {self.primary} judges ({name}) by five "
             f"fits, each on four fifths of the documents: {MEANING[self.primary]}"
         )
-        looks = self.state.look(f"{name}, {steps} steps, test {hash_json([test.digest for test in tests])[:16]}")
+        look, looks = f"{name}, {steps} steps, test {hash_json([test.digest for test in tests])[:16]}", 1
         folds = list[Rows]()
         for fold, test in enumerate(tests):
             self._say(f"fit {fold + 1} of {FOLDS}")
             others = [text for number, text in enumerate(documents) if number % FOLDS != fold]
             self.builder = self._fit(str(fold), others, name, steps)
-            encoder = self.builder.load(name)
+            encoder, looks = self.builder.load(name), self.state.look(look)
             rows = self._rows(test, self._scored(test, self.start), {name: self._scored(test, encoder)})
             folds.append(rows | {(f"{name} + {IDF}", "hybrid"): self._scored(test, encoder, with_idf=True)})
         rows = {row: merged([fold[row] for fold in folds]) for row in folds[0]}
@@ -345,12 +346,13 @@ class _Adaptation:
     ) -> Result:
         """Writes the result, the page and, if it is better, the encoder; `fits` says how far it is the judged one."""
         stsb, general = lost_in_general(self.start, encoder, self.config)
+        learned_from = ShardSet(self.builder.data, "train").num_documents if encoder is not None or fits else 0
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
         facts: dict[str, float] = {
             "documents": load_manifest(self.output / "data").totals["kept"],
-            "training_documents": ShardSet(self.builder.data, "train").num_documents,
+            "training_documents": learned_from,
             "steps": self.state.steps or 0,
             "seconds": round(self.state.seconds_used),
         }

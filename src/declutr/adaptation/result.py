@@ -53,7 +53,7 @@ def lost_in_general(
 ) -> tuple[Comparison | None, str]:
     """Difference of the chosen encoder to the start on general sentences, with its words; None: nothing is chosen."""
     if encoder is None:
-        return None, ""
+        return None, "--stsb: nothing is measured, because no encoder is written" if config.stsb else ""
     if config.stsb is None:
         sentence = f"Cosines of general sentences moved by {moved(start, encoder):.3f} on average"
         return None, f"{sentence} (--stsb FOLDER measures STS-B)"
@@ -122,7 +122,8 @@ class Result:
     def held_out(self) -> str:
         """Says which rows were scored: those that neither trained nor chose."""
         if self.folded:
-            return "on documents from which the fit that was judged did not learn; the encoder learned from all"
+            judged = "on documents from which the fit that was judged did not learn"
+            return f"{judged}; the encoder learned from all" if self.encoder else judged
         if self.primary != PAIRS:
             return "on documents from which it did not learn"
         return (

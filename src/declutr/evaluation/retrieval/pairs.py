@@ -235,7 +235,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     if not isinstance(row, dict):
                         raise DataError(f"{path}, line {line}: a {type(row).__name__}, not an object with names")
                     yield line, row
-    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, RecursionError) as error:
+    except DataError:
+        raise
+    except (ValueError, csv.Error, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
         kind = "CSV" if path.suffix in _CSV else "JSON Lines"
         raise DataError(f"{path}: is not {kind} in UTF-8 ({error})") from error
     except OSError as error:
