@@ -42,9 +42,9 @@ from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 _OWN = {"data", DOCUMENTS, PAIRS_FILE, PAIRS_DATA, "candidates", "folds", "scores", ENCODER, REPORT}
 _OWN |= {"result.json", "lock.json"}
 """Names that an adaptation writes to its folder, beside its state."""
-_WRITTEN = ["training-pairs.jsonl", "report.html", "result.json", "encoder/README.md", "folds/0/data/plan.json"]
-_WRITTEN += ["candidates/run/export/README.md", "data/plan.json", "data/progress.jsonl", "data/train-00000.arrow"]
-"""Files of an adaptation, of every format that documents may have."""
+_WRITTEN = [PAIRS_FILE, REPORT, "result.json", f"{ENCODER}/README.md", "candidates/run/export/README.md"]
+_WRITTEN += ["folds/0/data/plan.json"]
+"""Files of every format that documents may have; `prepare` looks for those of the data itself."""
 _ANSWERS = {2: 240, 3: 370}
 """Different answers of which each half, or each third, has 100 in 99% of the draws."""
 _MOST_READ = 1000
@@ -210,10 +210,11 @@ def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str])
         RunLockedError: another command, which may be reading them, works in the folder.
     """
     path, lines = output / DOCUMENTS, document_lines(passages)
-    if path.is_file() and path.read_bytes() == lines.encode():
-        drop_moved(output / "data", path)
-        return
     stored(config, output)
+    if path.is_file() and path.read_bytes() == lines.encode():
+        with RunLock(output, lambda: None):  # a command at the other path may be reading them
+            drop_moved(output / "data", path)
+        return
     if path.is_file() and (output / STATE).is_file():
         raise UsageError(
             f"--passages {config.passages}: has changed since this adaptation began; restore it, or name another "
