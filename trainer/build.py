@@ -220,9 +220,8 @@ def build_train_steps(plan: RunPlan, tasks: Sequence[TrainTask], total_steps: in
 def _train_step(plan: RunPlan, optim: OptimConfig, tasks: Sequence[TrainTask], total_steps: int) -> TrainStep:
     """A train step whose update has the gradients of these tasks."""
     modules: list[nn.Module] = [module for task in tasks for module in (task.objective, task.frontend) if module]
-    reached = used_parameters(tasks[0].encoder, tasks)
-    optimizer = build_optimizer(optim, tasks[0].encoder, *modules, reached=reached)
     encoder = tasks[0].encoder
+    optimizer = build_optimizer(optim, encoder, *modules, reached=used_parameters(encoder, tasks))
     keeps = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
     late = next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps  # as `TrainStep.late` allows
     return TrainStep(
@@ -326,11 +325,7 @@ def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent
 
 
 def parameter_counts(plan: RunPlan) -> list[int]:
-    """Number of parameters of the encoder with its projection; of each task's objective and frontend. Loads no weights.
-
-    Args:
-        plan: of a run without problems.
-    """
+    """Parameters of the encoder with its projection; of each task's objective and frontend. Loads no weights."""
     encoder = plan.config.encoder
     model = load_shapes(encoder, load_tokenizer(plan.data[""][0], plan.manifest)[0])
     size, extra = int(model.config.hidden_size), 0
@@ -350,11 +345,7 @@ def parameter_counts(plan: RunPlan) -> list[int]:
 
 @dataclass(frozen=True)
 class _Validators:
-    """Several validators as one.
-
-    Attributes:
-        parts: each with the label of its scores, which are numbers if it is not empty.
-    """
+    """Several validators as one, each with the label of its scores, which are numbers if it is not empty."""
 
     parts: Sequence[tuple[str, Validator]]
 

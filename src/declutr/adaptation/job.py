@@ -124,9 +124,9 @@ def adapt(
     except (OSError, SafetensorError) as error:  # a full disk, or storage that is not reachable
         if isinstance(error, SafetensorError) and "I/O error" not in str(error):
             raise  # damage has messages of its own
-        raise UsageError(
-            f"--output {output}: {error}. What is finished is kept; run the same command to continue"
-        ) from error
+        path = getattr(error, "filename", None) or output  # a file of the user is named by the error itself
+        place = f"--output {output}: " if Path(path).is_relative_to(output) else ""
+        raise UsageError(f"{place}{error}. What is finished is kept; run the same command to continue") from error
 
 
 def _adapt(config: AdaptConfig, output: Path, address: str | None, inputs: Inputs) -> Result:
@@ -356,12 +356,10 @@ class _Adaptation:
             "steps": self.state.steps or 0,
             "seconds": round(self.state.seconds_used),
         }
-        figures = verdict.sentence(
-            self.rows, self.config.lengths.long if self.primary == DISTANT and self.own is None else 0
-        )
+        long = self.config.lengths.long if self.primary == DISTANT and self.own is None else 0
         result = Result(
             verdict=verdict,
-            sentence=f"{figures} ({chosen}; {self.primary} recall@1{fits})",
+            sentence=f"{verdict.sentence(self.rows, long)} ({chosen}; {self.primary} recall@1{fits})",
             chosen=chosen,
             primary=self.primary,
             rows=rows,
