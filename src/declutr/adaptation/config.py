@@ -186,7 +186,9 @@ class AdaptConfig(Strict):
         file = read_yaml_file(_SETTINGS)["train"]
         names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
         encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code}
-        encoder |= {"pooling": pooling, "query_prompt": prompts[0], "prompt": prompts[1]}
+        encoder |= {"pooling": pooling, "prompt": prompts[1]}
+        if pairs is not None or file["spans"].get("query_share"):  # refused where nothing is a query
+            encoder["query_prompt"] = prompts[0]
         settings = {name: file[name] for name in names} | {
             "run": str(run),
             "data": str(data),
