@@ -15,8 +15,9 @@ from declutr.cli.main import main
 from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
 from declutr.embedding.build import index as build_index
-from declutr.embedding.index import SCHEMA, SearchIndex
+from declutr.embedding.index import SearchIndex
 from declutr.embedding.postings import POSTINGS, WORDS
+from declutr.embedding.stored import SCHEMA
 
 SIZE, ROWS = 16, 40
 
@@ -82,7 +83,7 @@ def header(shape):
 
 
 def texts(rows):
-    return [[0] * len(rows), rows, rows, rows]
+    return [[0] * len(rows), rows, rows, rows, [1] * len(rows)]
 
 
 def offsets(last):

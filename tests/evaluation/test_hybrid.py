@@ -83,7 +83,9 @@ def test_search_shows_both_parts_and_takes_another_weight(embedded, tmp_path, ca
 
 @pytest.mark.parametrize("weight", ["-1", "nan", "inf", "101"])
 def test_weight_that_is_no_number_from_0_to_100_is_refused(embedded, tmp_path, capsys, weight):
-    for command in (["index", str(embedded), "--output", str(tmp_path / "i"), "--hybrid"], ["search", "i", "cat"]):
+    build_index(embedded, tmp_path / "plain")
+    new = ["index", str(embedded), "--output", str(tmp_path / "i"), "--hybrid"]
+    for command in (new, ["search", str(tmp_path / "plain"), "cat"]):
         assert main([*command, f"--weight={weight}"]) == 1
         says(capsys.readouterr().err, f"--weight {weight}", "0 to 100")
     assert not (tmp_path / "i").exists()

@@ -78,7 +78,7 @@ def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix
     assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
 
 
-def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, capsys):
+def test_text_without_an_id_is_shown_with_its_file_and_its_number_there(tmp_path, capsys):
     """Also behind records that were skipped, in every unit of the inputs."""
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):
@@ -93,7 +93,7 @@ def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, cap
     assert [text.record for text in SearchIndex(tmp_path / "index").texts(range(4))] == records
     capsys.readouterr()
     assert main(["search", str(tmp_path / "index"), "b the cat sat on the mat", "--top", "1"]) == 0
-    assert capsys.readouterr().out.split()[1] == "4"
+    says(capsys.readouterr().out, "b.jsonl text 2  b the cat sat on the mat")
 
 
 def test_another_encoder_and_a_folder_without_its_list_are_refused(embedded, tmp_path, capsys):

@@ -10,6 +10,7 @@ from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import UsageError
 from declutr.common.paths import expand, listed, path_argument
+from declutr.embedding import check_embeddings, check_index
 
 _SHOWN_CHARACTERS = 200
 
@@ -78,8 +79,10 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     parser.shared("--trust-remote-code")
     options = parser.parse_args(arguments)
-    from declutr.embedding.build import SHARE, index, sentences
+    check_embeddings(options.embeddings)
+    from declutr.embedding.build import SHARE, index
     from declutr.embedding.index import VECTORS
+    from declutr.embedding.weights import sentences
     from declutr.evaluation.retrieval.lexicon import NAMES
 
     facts, choice = index(**vars(options))
@@ -116,6 +119,7 @@ def run_search(arguments: list[str]) -> int:
         parser.error(f"--top {options.top}: must be at least 1")
     if not all(query.strip() for query in options.query):
         parser.error("the query is empty; give at least one word")
+    check_index(options.index, options.query)
     from declutr.embedding.index import Searcher
 
     searcher = Searcher(options.index, model=options.model, weight=options.weight,
@@ -127,10 +131,10 @@ def run_search(arguments: list[str]) -> int:
         for hit in hits:
             text = " ".join(hit.text.split())
             parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {searcher.weight:g} x {hit.lexical:.3f}"
-            place = hit.id or str(hit.record)
-            if hit.line is not None:
-                place = f"{hit.id or hit.source} line {hit.line}"
-                text = f"{hit.heading}: {text}" if hit.heading else text
+            place = hit.id or f"{hit.source}{f' text {hit.number}' if hit.number and hit.number > 1 else ''}"
+            place = shorten(" ".join(place.split()), _SHOWN_CHARACTERS // 2)  # it may be any text, of several lines
+            place += "" if hit.line is None else f" line {hit.line}"
+            text = f"{' '.join(hit.heading.split())}: {text}" if hit.heading else text
             print(f"{hit.score:6.3f}{parts}  {place}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0
 

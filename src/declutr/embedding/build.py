@@ -1,15 +1,15 @@
 """`declutr index`: an index, and a map, from a file of `declutr embed`; written to a temporary folder, then renamed.
 
-The weight of the words of a hybrid index may be chosen on pairs: half of the queries choose it, the other half report
-it. The map, for Embedding Atlas, has texts, vectors, and places in the plane in which the vectors differ most.
+The map, for Embedding Atlas, has texts, vectors, and places in the plane in which the vectors differ most.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -17,25 +17,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from declutr.common import seeding
-from declutr.common.bootstrap import compare, grouped, share
-from declutr.common.errors import DataError, UsageError
-from declutr.common.paths import expand
+from declutr.common.console.logs import get_logger
+from declutr.common.errors import UsageError
+from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
-from declutr.embedding.index import (
-    INDEX,
-    NO_TEXT,
-    PASSAGE_SCHEMA,
-    SCHEMA,
-    TEXTS,
-    VECTORS,
-    Hybrid,
-    IndexFacts,
-    SearchIndex,
-    StoredTexts,
-)
+from declutr.embedding import INDEX
+from declutr.embedding.index import NO_TEXT, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, check_weight
 from declutr.embedding.job import would_read, write_npy_header
 from declutr.embedding.note import Note, finite_vectors, read_note, unit_vectors
 from declutr.embedding.postings import write_words
+from declutr.embedding.stored import PASSAGE_SCHEMA, SCHEMA, StoredTexts
 from declutr.embedding.units import (
     CHUNK_ROWS,
     PLACES,
@@ -49,31 +40,16 @@ from declutr.embedding.units import (
     plan,
     shaped,
 )
-from declutr.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.embedding.weights import WeightChoice, choose_weight
+from declutr.encoders.protocol import unit_rows
 from declutr.evaluation.retrieval.lexicon import LexicalKind
-from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
+from declutr.evaluation.retrieval.pairs import read_pairs
 from declutr.pipeline.job.units import Unit, UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document
 from declutr.trainer.data.plan import permute
 
 DEFAULT_WEIGHT = 1.0
 F64 = NDArray[np.float64]
-WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)  # 0: words may help nothing
-CHOOSING = "ndcg@10"
-
-
-@dataclass(frozen=True)
-class WeightChoice:
-    """A weight chosen on pairs."""
-
-    weight: float
-    """The one with the highest mean nDCG@10 on the development queries; of equal ones the lowest."""
-    development: int
-    """Number of queries that chose it."""
-    values: Mapping[str, F64]
-    """`(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone."""
-    answers: NDArray[np.int64]
-    """`(Q,)` number of the answers of each of the other queries."""
 
 
 class Built(NamedTuple):
@@ -116,22 +92,29 @@ def index(
         trust_remote_code: run Python code that comes with the encoder.
 
     Raises:
-        UsageError: an option or a file cannot be used, or the inputs have changed since.
+        UsageError: an option or a file cannot be used, `output` exists, or the inputs have changed since.
         DataError: the pairs cannot be used.
         EncoderError: the encoder cannot be loaded.
-        FileExistsError: `output` exists.
     """
     given = {"lexical": lexical, "weight": weight, "pairs": pairs}
     if needless := [f"--{name}" for name, value in given.items() if value is not None and not hybrid]:
         raise UsageError(f"{', '.join(needless)}: for hybrid indexes; add --hybrid")
     if pairs is not None and weight is not None:
         raise UsageError(f"--weight {weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    if weight is not None and not 0 <= weight <= 100:
-        raise UsageError(f"--weight {weight:g}: must be a number from 0 to 100")
+    check_weight(weight)
+    for option, value, kinds in (("dtype", dtype, VectorType), ("lexical", lexical, LexicalKind)):
+        if value is not None and value not in get_args(kinds):
+            raise UsageError(f"--{option} {value}: must be {' or '.join(get_args(kinds))}")
+    if not isinstance(source_field, str | None):
+        raise UsageError(f"--source-field {source_field}: must be a text")
     file, folder, encoder = expand(str(embeddings)), expand(str(output)), None
+    map_file, choice = None if parquet is None else expand(str(parquet)), None
     note = read_note(file)
     if folder.exists():
-        raise FileExistsError(f"{folder} exists already")
+        raise UsageError(f"--output {folder}: exists already; name another folder, or remove it")
+    for option, path in (("output", folder), ("parquet", map_file)):
+        if path and (problem := folder_problem(path.absolute().parent)):
+            raise UsageError(f"--{option} {path}: {problem}")
     if pairs is not None:
         read_pairs(expand(str(pairs)))  # its problems need not wait for the encoder
         from declutr.encoders.loading import encoder_of_index  # loads torch
@@ -144,16 +127,18 @@ def index(
             f"{file}: its note names {far[0]}, which is not opened, because it may come from someone else; if you "
             "trust it: --open-addresses"
         )
-    units = plan(config)  # texts are read again, and must be those that were embedded
+    try:
+        units = plan(config)  # texts are read again, and must be those that were embedded
+    except UsageError as error:
+        raise UsageError(f"{file}: its inputs cannot be read again: {error}; put them back, or embed again") from error
     if note.job != hash_json(identify(config, units, note.fingerprint, note.precision)):
         raise UsageError(f"{file}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     dtype = dtype or ("int8" if config.shape.dtype == "int8" else "float32")
-    map_file, choice = None if parquet is None else expand(str(parquet)), None
     if map_file:
         _check_map_file(map_file, folder, config, note.rows)
-    with atomic_folder(folder) as aside:
+    with _as_usage(folder), atomic_folder(folder) as aside:
         places = _places(file) if config.passages else None
         if _write_texts(aside / TEXTS, units, config, source_field, places) != note.rows:
             raise UsageError(f"{file}: its inputs have another number of texts than it has embeddings; embed again")
@@ -187,6 +172,15 @@ def index(
             with atomic_file(map_file) as map_aside:
                 write_map(map_aside, aside / TEXTS, file, note)
     return Built(facts, choice)
+
+
+@contextmanager
+def _as_usage(folder: Path) -> Iterator[None]:
+    """An error of storage names a temporary file; that of `index` names the folder of the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--output {folder}: {error.strerror or error}; nothing was written") from error
 
 
 def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int) -> None:
@@ -226,7 +220,8 @@ def _write_texts(
 ) -> int:
     """Write texts or passages, ids and sources in the order of the embeddings; return their number."""
     rows: list[dict[str, int | str | None]] = []
-    total, number = 0, itertools.count()
+    total, number, in_file = 0, itertools.count(), Counter[str]()
+    texts = named_texts = 0
     schema = PASSAGE_SCHEMA if places else SCHEMA
     place = next(places, None) if places else None
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -235,17 +230,15 @@ def _write_texts(
             fields = UnitReader(unit, corpus_of(config, source_field)) if source_field else itertools.repeat(None)
             for (record, key), field in zip(records, fields, strict=False):  # `itertools.repeat` has no end
                 record_number, source = next(number), field if isinstance(field, Document) and field.text else None
+                in_file[record.source] += 1
                 if source and (source.source, source.offset) != (record.source, record.offset):
                     raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document):
                     # without the CR of a line that ends in CR LF, as `embed_unit` counts characters
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
-                    row: dict[str, int | str | None] = {
-                        "record": record_number,
-                        "text": text,
-                        "id": key,
-                        "source": origin,
-                    }
+                    row: dict[str, int | str | None] = {"record": record_number, "text": text, "id": key}
+                    row |= {"source": origin, "number": None if source else in_file[record.source]}
+                    texts, named_texts = texts + 1, named_texts + (source is not None and source.text != record.text)
                     rows += [] if places else [row]
                     while places and place and place["row"] == record_number:
                         part = {"text": text[place["start"] : place["end"]], "line": place["line"]}
@@ -257,74 +250,12 @@ def _write_texts(
                     total += CHUNK_ROWS
         if rows:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+    if source_field and texts > named_texts:
+        lack = f"--source-field {source_field}: {texts - named_texts:,} of {texts:,} texts have none of that name"
+        if not named_texts:  # another name, or a format without fields
+            raise UsageError(f"{lack}; omit it, or name another")
+        get_logger().warning("%s; their file is their source", lack)
     return total + len(rows)
-
-
-def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> WeightChoice:
-    """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts.
-
-    Raises:
-        DataError: the file cannot be used, or names a text or an id that the index does not have.
-        UsageError: the encoder did not make the index.
-    """
-    from declutr.evaluation.retrieval.compare import MEASURES, SEED  # loads torch, as two more below
-
-    index.check(encoder)
-    test = _test(index, pairs)
-    # a weight looks too good on the queries that chose it
-    halves = {which: test.part(which, SEED) for which in ("development", "test")}
-    if not all(half.queries for half in halves.values()):
-        raise DataError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
-    by_weight = _measured(index, encoder, halves["development"], WEIGHTS)
-    means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
-    weight = WEIGHTS[int(np.argmax(means))]
-    hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))  # None: words alone
-    values = {"hybrid": hybrid, "vectors alone": vectors, "words alone": words}
-    return WeightChoice(weight, len(halves["development"].queries), values, halves["test"].answers)
-
-
-def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
-    """The pairs, with documents of the index as numbers of the texts; equal texts are all relevant."""
-    rows, key = read_pairs(pairs)
-    targets = {text for _, _, text in rows}
-    number: dict[str, list[int]] = {}
-    for row in range(index.facts.rows):  # one at a time, because there may be millions
-        stored = index.texts([row])[0]
-        if (name := stored.id if key == "id" else stored.text) in targets:
-            number.setdefault(str(name), []).append(index.document(row))
-    return join_pairs(
-        pairs, rows, {name: list(dict.fromkeys(places)) for name, places in number.items()}, [], "the index"
-    )
-
-
-def _measured(
-    index: SearchIndex, encoder: SentenceEncoder, test: RetrievalTest, weights: Sequence[float | None]
-) -> F64:
-    """`(weights, Q, 5)` measures; weight None: words alone."""
-    from declutr.evaluation.retrieval.compare import MEASURES, measures
-
-    values = np.empty((len(weights), len(test.queries), len(MEASURES)))
-    for number, (query, relevant) in enumerate(zip(test.queries, test.relevant, strict=True)):
-        cosines, lexical = index.parts(index.embed(encoder, query), query)
-        for place, weight in enumerate(weights):
-            scores = lexical if weight is None else cosines + np.float32(weight) * lexical
-            values[place, number] = measures(index.by_document(scores)[None], [relevant])[0]
-    return values
-
-
-def sentences(choice: WeightChoice) -> Iterator[str]:
-    """Sentences with the choice, and the differences to each part alone on the queries that did not choose."""
-    from declutr.evaluation.retrieval.compare import MEASURES, SEED
-
-    yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
-    column = MEASURES.index(CHOOSING)
-    rows = {name: grouped(scores[:, column], choice.answers) for name, scores in choice.values.items()}
-    hybrid = rows.pop("hybrid")
-    for name, part in rows.items():
-        difference = compare(part, hybrid, SEED, share)
-        scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
-        queries = f"{len(choice.answers):,} other queries with {difference.rows:,} different answers"
-        yield f"{CHOOSING} on {queries}: {scores}, difference {difference.sentence('answers')}"
 
 
 PLANE_ROWS = 5_000  # so that a map takes seconds

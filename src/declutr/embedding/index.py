@@ -9,34 +9,32 @@ Everything that is read may come from someone else: it is mapped or parsed as da
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
+from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import shorten
 from declutr.common.errors import EncoderError, UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
-from declutr.embedding.note import mapped
-from declutr.embedding.postings import StoredWords, wrong_file
-from declutr.embedding.units import CHUNK_ROWS, Coverage, Shape, VectorType, shaped
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, in_role, unloadable
+from declutr.embedding import INDEX, check_index
+from declutr.embedding.postings import StoredWords
+from declutr.embedding.stored import Stored, StoredTexts, StoredVectors
+from declutr.embedding.units import Coverage, Shape, VectorType, shaped
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, encode_counted, in_role, unloadable
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
-INDEX = "index.json"
 VECTORS, TEXTS = "vectors.npy", "texts.arrow"
-SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
-"""Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
-PASSAGE_SCHEMA = pa.schema([*SCHEMA, ("line", pa.int64()), ("heading", pa.string())])
-"""The same for an index of passages."""
 _FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")  # no separator: an index has no files elsewhere
+_MOST_QUERY_CHARACTERS = 100_000
 NO_TEXT = "the index holds no text"
 NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
 
@@ -56,7 +54,7 @@ class Hybrid(Strict):
 class IndexFacts(Coverage):
     """Facts about an index, stored in it."""
 
-    version: Literal[4] = 4
+    version: Literal[5] = 5
     kind: Literal["exact"] = "exact"  # an index with graphs, which had "graph", is refused by its value
     rows: int
     choice: EncoderChoice
@@ -73,141 +71,6 @@ class IndexFacts(Coverage):
     hybrid: Hybrid | None = None
     passages: bool = False
     """A row is a passage of a text, not a text."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One text of an index."""
-
-    row: int
-    record: int
-    """Number of the record in the inputs, those that were skipped included."""
-    id: str | None
-    """None if the embeddings have no ids."""
-    source: str
-    text: str
-    """The text, or the passage."""
-    line: int | None = None
-    """Line of the text at which the passage starts, from 1; None for a whole text, as the next one."""
-    heading: str | None = None
-    """Headings above the passage."""
-
-
-_MOST_ALLOCATED_BYTES = 2**24  # a mapped batch that is not compressed allocates nothing
-
-
-class StoredTexts:
-    """Memory-mapped file of texts.
-
-    Raises:
-        UsageError: the file is cut off, altered, or holds something else.
-    """
-
-    def __init__(self, path: Path, rows: int, passages: bool = False) -> None:
-        self._path, self._checked = path, dict[int, pa.RecordBatch]()
-        schema = PASSAGE_SCHEMA if passages else SCHEMA
-        try:
-            self._file = pa.ipc.open_file(pa.memory_map(str(path)))
-            sizes, before = [], pa.total_allocated_bytes()
-            for number in range(self._file.num_record_batches):
-                batch = self._file.get_batch(number)
-                sizes.append(batch.num_rows)
-                if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
-                    raise wrong_file(self._path, "its batches are compressed")
-        except (pa.ArrowException, OSError) as error:
-            raise wrong_file(self._path, str(error)) from error
-        # All batches but the last are full, because `at` finds a row by division.
-        if self._file.schema != schema or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
-            raise wrong_file(self._path, f"not {rows:,} rows of {', '.join(schema.names)}")
-
-    def at(self, row: int) -> Stored:
-        """Text of a row.
-
-        Raises:
-            UsageError: the part of the file with this row is altered.
-        """
-        batch, place = divmod(row, CHUNK_ROWS)
-        values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
-        # an altered file may have nulls
-        return Stored(row, **values | {name: values[name] or "" for name in ("source", "text")})
-
-    def __iter__(self) -> Iterator[str]:
-        """Texts with their headings, in the order of the rows."""
-        for number in range(self._file.num_record_batches):
-            batch = self._batch(number)
-            headings = batch.column("heading").to_pylist() if "heading" in batch.schema.names else [None] * len(batch)
-            for text, heading in zip(batch.column("text").to_pylist(), headings, strict=True):
-                yield f"{heading}\n{text or ''}" if heading else text or ""
-
-    def first_rows(self) -> NDArray[np.int64]:
-        """`(documents,)` first row of each document.
-
-        Raises:
-            UsageError: numbers of documents are missing or altered, or the rows of one do not follow each other.
-        """
-        columns = [np.empty(0, np.int64)]
-        for number in range(self._file.num_record_batches):
-            column = self._file.get_batch(number).column("record")
-            try:
-                column.validate()
-                columns.append(column.to_numpy())  # refuses nulls
-            except pa.ArrowException as error:
-                raise wrong_file(self._path, str(error)) from error
-        records = np.concatenate(columns)
-        if (np.diff(records, prepend=0) < 0).any():
-            raise wrong_file(self._path, "its records do not ascend from 0")
-        firsts: NDArray[np.int64] = np.flatnonzero(np.diff(records, prepend=-1))
-        return firsts
-
-    def _batch(self, number: int) -> pa.RecordBatch:
-        """Batch with checked offsets and UTF-8 texts."""
-        if number not in self._checked:
-            batch = self._file.get_batch(number)
-            try:
-                batch.validate(full=True)  # offsets beyond the file would end the process
-            except pa.ArrowException as error:
-                raise wrong_file(self._path, str(error)) from error
-            self._checked[number] = batch
-        return self._checked[number]
-
-
-# Numbers that are cast at once stay in the processor's cache, and BLAS multiplies so few without threads, which on a
-# busy machine wait for each other longer than they compute.
-_CAST_VALUES = 2**18
-
-
-class StoredVectors:
-    """Mapped vectors `(rows, size)` of an .npy file: float32 of length 1, or int8, of which the direction counts.
-
-    int8 vectors are compared with queries that are not rounded, so a search computes their cosines to float32.
-
-    Raises:
-        UsageError: the file is cut off, altered, or of another shape or type, or a number is not finite.
-    """
-
-    def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
-        self._vectors = mapped(path, rows, size, dtype)
-        rows_at_once = CHUNK_ROWS if dtype == "float32" else max(1, _CAST_VALUES // size)
-        self._chunks = [slice(start, start + rows_at_once) for start in range(0, rows, rows_at_once)]
-        self._lengths: NDArray[np.float32] | None = None
-        if dtype == "int8":
-            self._lengths = np.zeros(rows, np.float32)
-            for part in self._chunks:
-                chunk = self._vectors[part].astype(np.float32)
-                self._lengths[part] = np.sqrt(np.einsum("ij,ij->i", chunk, chunk)).clip(1)  # a null row stays null
-        # in chunks: the answers for all numbers would take a byte each
-        elif not all(np.isfinite(self._vectors[part]).all() for part in self._chunks):
-            raise UsageError(f"{path} holds numbers that are not finite; build the index again")
-
-    def cosines(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`(queries, rows)` cosines of queries `(queries, size)` of length 1."""
-        if self._lengths is None:
-            whole: NDArray[np.float32] = queries @ self._vectors.T
-            return whole
-        products = np.empty((len(queries), len(self._vectors)), np.float32)
-        for part in self._chunks:  # a whole copy in float32 would be larger than the index
-            products[:, part] = queries @ self._vectors[part].astype(np.float32).T
-        return products / self._lengths
 
 
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
@@ -272,7 +135,10 @@ class SearchIndex:
         if shape.dtype == "int8":  # a query is not rounded
             shape = shape.model_copy(update={"dtype": "float32"})
         whole = query.encode("utf-8", "replace").decode()  # a terminal may give half a character
-        vector: NDArray[np.float32] = shaped(in_role(encoder, "query").encode([whole]), shape)[0].astype(np.float32)
+        states, ((tokens, read),) = encode_counted(in_role(encoder, "query"), [whole])
+        if read < tokens:
+            get_logger().warning("the query has %d tokens, of which the encoder reads %d", tokens, read)
+        vector: NDArray[np.float32] = shaped(states, shape)[0].astype(np.float32)
         return vector
 
     def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:
@@ -319,8 +185,7 @@ class SearchIndex:
 
 def _checked_facts(folder: Path) -> IndexFacts:
     """Facts about the index in a folder, after a check that its files are whole."""
-    if not (folder / INDEX).is_file():
-        raise UsageError(f"{folder} is not an index; make one with `declutr index EMBEDDINGS --output FOLDER`")
+    check_index(folder)
     try:
         facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
     except (OSError, ValidationError) as error:
@@ -354,17 +219,19 @@ class Searcher(SearchIndex):
         self,
         index: str | PathLike[str],
         *,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         weight: float | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if weight is not None and not 0 <= weight <= 100:
-            raise UsageError(f"--weight {weight:g}: must be a number from 0 to 100")
+        check_weight(weight)
         super().__init__(expand(str(index)))
+        if not self.facts.rows:
+            raise UsageError(NO_TEXT)
         if weight is not None:
             if self.facts.hybrid is None:
                 raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
             self.weight = weight
+        model = None if model is None else str(model)
         if model and (problem := unloadable(model)):
             raise EncoderError(problem)
         from declutr.encoders.loading import encoder_of_index  # loads torch, which no problem of the index waits for
@@ -377,18 +244,33 @@ class Searcher(SearchIndex):
         """The best `top` texts for a query, best first; of an index of passages the best passage of each text.
 
         Raises:
-            UsageError: the index or the query is empty, no word of it is known, or `top` is below 1.
+            UsageError: the query is empty, too long or no text, no word of it is known, or `top` is below 1.
         """
-        if top < 1:
-            raise UsageError(f"top = {top}: must be at least 1")
-        if not query.strip():
-            raise UsageError("the query is empty; give at least one word")
-        if not self.facts.rows:
-            raise UsageError(NO_TEXT)
+        check_query(query, top)
         with self._lock:  # the encoder sets the number of torch's threads, which all threads share
             return self.hits(self.embed(self._encoder, query), top, query)
 
 
+def check_weight(weight: Any) -> None:
+    """Raises UsageError unless a weight of the words is None or a number from 0 to 100."""
+    if weight is not None and not (isinstance(weight, int | float) and 0 <= weight <= 100):
+        value = f"{weight:g}" if isinstance(weight, float) else weight
+        raise UsageError(f"--weight {value}: must be a number from 0 to 100")
+
+
+def check_query(query: Any, top: Any) -> None:
+    """Raises UsageError unless a query is a text with words and `top` a number of answers."""
+    if not isinstance(query, str):
+        raise UsageError(f"query = {shorten(repr(query), 60)}: must be one text; search each of several")
+    if not query.strip():
+        raise UsageError("the query is empty; give at least one word")
+    if len(query) > _MOST_QUERY_CHARACTERS:
+        raise UsageError(f"the query has {len(query):,} characters; at most {_MOST_QUERY_CHARACTERS:,} are read")
+    if not isinstance(top, int) or top < 1:
+        raise UsageError(f"top = {top!r}: must be a whole number of at least 1")
+
+
 def search(index: str | PathLike[str], query: str, top: int = 10, **settings: Any) -> list[Hit]:
     """Search an index once; `Searcher` opens it for many queries, and has the settings and errors."""
+    check_query(query, top)  # before the encoder is loaded
     return Searcher(index, **settings).search(query, top)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from declutr.common.config import Precision, first_problem
 from declutr.common.errors import UsageError
+from declutr.embedding import check_embeddings
 from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig
 from declutr.encoders.protocol import unit_rows
 
@@ -46,12 +47,8 @@ def read_note(output: Path) -> Note:
     Raises:
         UsageError: the note is missing, or was written for another file.
     """
+    check_embeddings(output)
     path = note_path(output)
-    if not output.is_file():
-        what = "is a folder" if output.is_dir() else "no such file"
-        raise UsageError(
-            f"{output}: {what}; name a file of embeddings: declutr embed MODEL INPUT --output FILE.parquet"
-        )
     try:
         note = Note.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

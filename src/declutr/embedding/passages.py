@@ -103,6 +103,8 @@ class Cutter:
         """The headings that fit, without the outermost ones, and their number of tokens."""
         for number in range(len(path)):
             heading = " > ".join(path[number:])
+            if len(heading) > 8 * self._limit:  # of a line that no one would call a heading: counted for each passage
+                continue
             used = len(self._window.engine.encode(heading, add_special_tokens=False)) + 1  # 1: its line break
             if 4 * used <= self._limit:
                 return heading, used

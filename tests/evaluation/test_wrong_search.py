@@ -1,0 +1,111 @@
+"""Wrong uses of `declutr index` and `search`, in a terminal and in Python, which are refused in words."""
+
+import json
+from pathlib import Path
+
+import pytest
+from messages import says
+
+import declutr
+from declutr.cli.main import main
+from declutr.common.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A corpus with a text a line and one with fields, their embeddings, and an index."""
+    place = tmp_path_factory.mktemp("search")
+    (place / "a.txt").write_bytes(b"one cat\n\nBread is baked.\r\nlast line\n")
+    rows = [{"text": "alpha beta", "url": "u1", "key": "k\n9.000  forged"}, {"text": "gamma bread", "key": "y" * 3000}]
+    (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    inputs = [place / "a.txt", place / "d.jsonl"]
+    declutr.embed("hashed-words:64", inputs, place / "e.parquet")
+    declutr.embed("hashed-words:64", inputs[1:], place / "ids.parquet", id_field="key")
+    declutr.index(place / "e.parquet", place / "index")
+    return place
+
+
+def refused(folder, monkeypatch, capsys, line):
+    """What a command, whose paths are those of the folder, prints when it ends with status 1."""
+    monkeypatch.chdir(folder)
+    assert main(line.split()) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("search nowhere bread", ("nowhere: no such folder", "declutr index EMBEDDINGS")),
+        ("search bread index", ("the index comes first: declutr search index QUERY",)),
+        ("search e.parquet bread", ("a file of embeddings, not an index", "declutr index e.parquet --output FOLDER")),
+        ("search a.txt bread", ("a.txt: is not an index",)),
+        ("index nowhere.parquet --output new", ("nowhere.parquet: no such file",)),
+        ("index e.parquet --output index", ("--output index: exists already; name another folder",)),
+        ("index e.parquet --output a.txt/new", ("--output a.txt/new:", "a.txt is a file; name a folder")),
+        ("index e.parquet --output new --parquet a.txt/m.parquet", ("--parquet a.txt/m.parquet:", "a.txt is a file")),
+        ("index e.parquet --output new --source-field urll", ("--source-field urll: 6 of 6 texts have none",)),
+        ("index e.parquet --output new --weight 101 --hybrid", ("--weight 101", "from 0 to 100")),
+    ],
+)
+def test_a_wrong_line_is_refused_and_writes_nothing(folder, monkeypatch, capsys, line, words):
+    before = sorted(folder.rglob("*"))
+    says(refused(folder, monkeypatch, capsys, line), *words)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_an_index_whose_input_is_gone_says_so(tmp_path, monkeypatch, capsys):
+    (tmp_path / "c.txt").write_text("a text\n")
+    declutr.embed("hashed-words:64", tmp_path / "c.txt", tmp_path / "c.parquet")
+    (tmp_path / "c.txt").unlink()
+    error = refused(tmp_path, monkeypatch, capsys, "index c.parquet --output new")
+    says(error, "c.parquet: its inputs cannot be read again", "c.txt", "put them back, or embed again")
+
+
+def test_texts_without_the_field_are_counted(folder, log):
+    facts, _ = declutr.index(folder / "e.parquet", folder / "by-url", source_field="url")
+    assert facts.rows == 6
+    says(log, "--source-field url: 5 of 6 texts have none of that name; their file is their source")
+    hit, *_ = declutr.search(folder / "by-url", "alpha beta")
+    assert (hit.source, hit.number) == ("u1", None)
+
+
+def test_an_answer_names_the_text_of_its_file_and_an_id_is_one_line(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert main(["search", "index", "bread baked", "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split("  ", 1)[1] for line in lines} == {
+        "d.jsonl text 2  gamma bread",
+        "a.txt text 3  Bread is baked.",
+    }
+    declutr.index("ids.parquet", "ids")
+    capsys.readouterr()
+    assert main(["search", "ids", "gamma bread"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "y" * 99 + "…  gamma bread" in first
+    assert "k 9.000 forged  alpha beta" in second
+
+
+@pytest.mark.parametrize("query", [None, 5, b"bread", ["bread", "cat"], " ", "x" * 100_001])
+def test_a_query_that_is_no_text_is_refused_before_the_index_is_opened(query):
+    with pytest.raises(UsageError, match="quer"):
+        declutr.search("nowhere", query)
+
+
+@pytest.mark.parametrize("top", [0, "3", 2.5, None])
+def test_a_number_of_answers_is_a_whole_number(top):
+    with pytest.raises(UsageError, match=r"top = .* whole number"):
+        declutr.search("nowhere", "bread", top)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dtype", "float16"), ("lexical", "tfidf"), ("weight", "2"), ("source_field", 7)]
+)
+def test_a_setting_of_another_type_is_refused_before_anything_is_written(folder, name, value):
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value}: must be"):
+        declutr.index(folder / "e.parquet", folder / "new", hybrid=True, **{name: value})
+    assert not (folder / "new").exists()
+
+
+def test_a_searcher_takes_a_path_as_its_encoder(folder):
+    with pytest.raises(declutr.EncoderError, match="nowhere"):
+        declutr.Searcher(folder / "index", model=Path("nowhere/encoder"))
