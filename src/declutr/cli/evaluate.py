@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
 from declutr.common.errors import ConfigError, DataError, EncoderError, UsageError, missing_extra, suggest
-from declutr.common.paths import expand, listed, path_argument
+from declutr.common.paths import expand, folder_problem, listed, path_argument
 
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
@@ -29,6 +29,12 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 
 
 _SOURCES = ("data", "download", "pairs", "mteb")
+_SENTEVAL = ("data", "download")
+_SOURCES_OF: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("tasks", "protocol", "preset", "cpus", "address", "allow_unchecked"), _SENTEVAL
+)
+_SOURCES_OF |= {"mirror": ("download",), "documents": ("pairs",)}
+"""Sources for which an option has an effect; all for the others."""
 _say = partial(print, flush=True)  # a progress line, at once
 
 
@@ -66,9 +72,15 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         raise ConfigError("evaluate", problems)
     values = {name: action.default for name, action in actions.items()}
     for name, value in settings.items():
-        is_path = value is not None and actions[name].type is path_argument
+        if value is None:
+            continue
+        kind = bool if actions[name].nargs == 0 else actions[name].type
+        if isinstance(value, list | tuple):  # of tasks or sizes
+            value = ",".join(map(str, value))
+        if kind in (bool, int) and type(value) is not kind:
+            raise ConfigError("evaluate", [f"{name} = {value!r}: must be of type {kind.__name__}"])
         try:
-            values[name] = expand(str(value)) if is_path else value
+            values[name] = expand(str(value)) if kind is path_argument else value if kind else str(value)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from error
     options = argparse.Namespace(encoders=listed(encoders), **values)
@@ -102,8 +114,28 @@ def _evaluate(options: argparse.Namespace) -> int:
         if getattr(options, option) is not None:
             if not options.encoders or options.pretrained:
                 raise UsageError(f"--{option} takes one ENCODER or more, and no --pretrained")
+            _check_options(options)
             return score(options)
+    _check_options(options)
     return _check_and_score(options)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuses what can be seen before libraries load: options without effect, and places that cannot be used."""
+    from declutr.encoders.protocol import unloadable
+
+    source = next(name for name in _SOURCES if getattr(options, name) is not None)
+    problems = [
+        f"--{name.replace('_', '-')}: has no effect with --{source}; omit it"
+        for name, sources in _SOURCES_OF.items()
+        if source not in sources and getattr(options, name) not in (None, False, "senteval", "official")
+    ]
+    names = [*options.encoders, *([options.pretrained] if options.pretrained else [])]
+    if names and (problem := folder_problem(options.output)):
+        problems.append(f"--output {options.output}: {problem}")
+    problems += [problem for name in names if (problem := unloadable(name))]
+    if problems:
+        raise UsageError("\n".join(problems))
 
 
 def _parser() -> Parser:

@@ -42,7 +42,10 @@ def expand(path: str) -> Path:
 
 def listed(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
     """One path or several, as Python gives them, as a list of strings."""
-    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    try:
+        return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    except TypeError as error:
+        raise UsageError(f"{str(paths)[:80]}: is of {type(paths)}; name a file or folder, or a list of them") from error
 
 
 def expand_known(path: str) -> Path:

@@ -64,7 +64,7 @@ POOR = [
     ("pairs.jsonl", b'["query", "text"]', ("line 1", "list", "object")),
     ("pairs.jsonl", b'{"query": "a", "text": "b"}', "one text"),
     ("pairs.jsonl", b'{"query": "a", "text": "cat \\ud83d"}', ("line 1", "`text`", "half of a character")),
-    ("a.jsonl", b"{", "UTF-8"),
+    ("a.jsonl", b"{", "line 1: is not JSON"),
     ("a.jsonl", b"\xff\n", "UTF-8"),
     ("a.csv", b"\xff,\n1,2\n", "UTF-8"),
     ("a.csv", b'query,text\n1,"a "b" c"\n', ("CSV", '"')),

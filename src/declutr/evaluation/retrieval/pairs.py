@@ -207,7 +207,8 @@ def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a file with the numbers of their lines."""
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file")
+        what = "is a folder" if path.is_dir() else "is a pipe or a device" if path.exists() else "there is no such file"
+        raise DataError(f"{path}: {what}")
     if (size := path.stat().st_size) > MOST_BYTES:
         raise DataError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read")
     try:
@@ -231,7 +232,10 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 return
             for line, text in enumerate(stream, 1):
                 if text.strip():
-                    row = json.loads(text)
+                    try:
+                        row = json.loads(text)
+                    except json.JSONDecodeError as error:  # whose own line is that of its text
+                        raise DataError(f"{path}, line {line}: is not JSON ({error.msg})") from error
                     if not isinstance(row, dict):
                         raise DataError(f"{path}, line {line}: a {type(row).__name__}, not an object with names")
                     yield line, row
