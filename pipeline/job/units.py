@@ -217,7 +217,7 @@ def with_file_states(units: Sequence[Unit]) -> list[Unit]:
 
 
 def input_state_read(unit: Unit) -> InputState | None:
-    """The input state of a unit that was just read; None if `with_file_states` has not recorded the state of its files.
+    """The input state of a unit that was just read; None if `with_file_states` recorded no state of its files.
 
     Raises:
         OSError: a file was changed after planning. (A missing file is already counted as a failure.)

@@ -234,7 +234,7 @@ def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> 
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo | None) -> Sidecar:
-    """Writes one unit from the candidates and the list of duplicates in `folder`, without reading or tokenizing again.
+    """Writes one unit from candidates and the list of duplicates in `folder`, without reading or tokenizing again.
 
     Raises:
         ShardError: the counts do not balance.

@@ -215,7 +215,7 @@ _turns = Lock()  # a process answers one batch at a time
 
 
 def decode(content: MediaContent | str, files: Sequence[bytes], limits: Limits) -> list[Answer]:
-    """The answer for each image, clip or html, docx or pdf file (`content` is then its kind), in order, without labels.
+    """The answer for each image, clip or html, docx or pdf file (`content`: its kind), in order, without labels.
 
     Raises:
         OSError: the process was killed from outside, or cannot start.

@@ -100,7 +100,7 @@ class Manifest(Strict):
     """Ledgers with the status of each document: one file a unit, in plan order."""
     totals: dict[str, int]
     """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
-    text_bytes; longest_tokens; unknown_tokens (kept; missing before 0.2); lost (documents of files that break off,
+    `text_bytes`; `longest_tokens`; `unknown_tokens` (kept; missing before 0.2); lost (documents of files that break off,
     estimated; missing before 0.2)."""
     dropped: dict[str, int]
     failed: dict[str, int]

@@ -16,7 +16,7 @@ from declutr.trainer.step.step import TrainStep
 
 
 def collect(train_steps: Sequence[TrainStep], keep: bool = True, memory: Contents | None = None) -> Contents:
-    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
+    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, as it gathers sharded ones.
 
     Args:
         train_steps: the train steps of the run.

@@ -119,7 +119,7 @@ def tags(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def tensorboard(folder: Path, after_step: int) -> Iterator[Log]:
-    """TensorBoard: a new file of events in the folder of a run, which hides steps after `after_step` of earlier files.
+    """TensorBoard: a new file of events in a run's folder, which hides steps after `after_step` of earlier files.
 
     Raises:
         ImportError: the package is missing.

@@ -71,7 +71,7 @@ class KeyedDropout(nn.Module):
         self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Drops elements of hidden states `(..., H)`, whose leading shape is that of the keys, or of attention weights.
+        """Drops elements of hidden states `(..., H)`, whose leading shape is the keys', or of attention weights.
 
         Raises:
             RuntimeError: the batch has no `SpanBatch.keys`, which training needs.

@@ -26,7 +26,7 @@ _STD = 0.02  # of new weights, as in ViT
 
 
 class Frontend(nn.Module):
-    """Hidden states of patches x: E x + b + p_place; of the CLS token: c + p_0 (ViT, Dosovitskiy et al. 2021, eq. 1).
+    """Hidden states of patches x: E x + b + p_place; of CLS: c + p_0 (ViT, Dosovitskiy et al. 2021, eq. 1).
 
     Args:
         config: settings.

@@ -172,7 +172,7 @@ class AdaptConfig(Strict):
         address: str | None = None,
         pairs: tuple[Path, int] | None = None,
     ) -> TrainConfig:
-        """The training: one anchor a document, with a positive far from it, or as short as a query, beside its answer.
+        """A training: one anchor a document, with a positive far from it, or as short as a query, beside its answer.
 
         Args:
             data: the prepared corpus.

@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def find_config(name: str) -> Path:
-    """Path of a config file: as given, else next to the code, because `ray submit` runs scripts from the home folder.
+    """Path of a config file: as given, or next to the code, as `ray submit` runs scripts from the home folder.
 
     Raises:
         ConfigError: neither place has the file.

@@ -147,7 +147,7 @@ def _cell(text: str) -> str:
 
 
 def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
-    """Advice on an unknown key: the nearest key of its section, one of its name elsewhere, or all keys of its section.
+    """Advice on an unknown key: the nearest of its section, one of its name elsewhere, or all keys of its section.
 
     Args:
         path: the key and the sections above it.

@@ -142,7 +142,7 @@ class SearchIndex:
         return vector
 
     def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:
-        """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, for the words of a query; best first.
+        """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, the words of a query; best first.
 
         Raises:
             UsageError: the vector is null, and no text has a word of the query.

@@ -145,7 +145,7 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
 def step_lines(
     order: RunOrder, step: int, document: str | None = None, limit: int | None = None
 ) -> Iterator[tuple[str, bool]]:
-    """Show the rows of each task in a step; with each line, whether the digests so far are those of the run's metrics.
+    """Show each task's rows in a step; with each line, whether the digests so far are those of the run's metrics.
 
     Args:
         order: order of the run.

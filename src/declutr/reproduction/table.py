@@ -78,7 +78,7 @@ class Scorer:
         """Hash of the tasks' files."""
 
     def score(self, run: PlannedRun) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
-        """The numbers of a finished run by column, the errors of their test items, and the warnings of their scoring.
+        """Numbers of a finished run by column, the errors of their test items, and the warnings of their scoring.
 
         Raises:
             UsageError: a number is missing.

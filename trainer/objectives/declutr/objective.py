@@ -208,7 +208,7 @@ class Declutr(Objective[DeclutrConfig]):
         return SpanCollator(self.config, self.run, vocabulary, max_content)
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
-        """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the collator's order.
+        """`(m, 2, D)`: each anchor and its positives' mean (paper, 3.1), from `(S, D)` in the collator's order.
 
         Raises:
             ValueError: the number of spans does not match the anchors and their positives.

@@ -148,7 +148,7 @@ def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int
 
 @dataclass(frozen=True)
 class NeighbourValidator:
-    """Scores the encoder behind a task's frontend on held-out rows, shared among the workers; without head and dropout.
+    """Scores the encoder behind a task's frontend on held-out rows, shared among workers; without head and dropout.
 
     Attributes:
         collator: cuts rows into patches.

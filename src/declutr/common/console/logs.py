@@ -75,7 +75,7 @@ class Lines:
 
 
 def bar(**settings: Any) -> "tqdm[Any]":
-    """A progress bar on stderr in a terminal and in a notebook, elsewhere lines; nothing if the logger shows no INFO.
+    """A progress bar on stderr in a terminal and a notebook, elsewhere lines; nothing if the logger shows no INFO.
 
     Args:
         settings: tqdm's arguments except `file` and `disable`; `bar_format` applies to the bar, not to the lines.

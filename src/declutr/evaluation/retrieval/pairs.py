@@ -124,7 +124,7 @@ Pair = tuple[int, str, str]
 
 
 def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id"), hint: str = "") -> tuple[list[Pair], str]:
-    """Read the pairs of a file, and the first of `keys` that it has as a column; `hint` ends the error if it has none.
+    """Read the pairs of a file, and the first of `keys` that is a column; `hint` ends the error if it has none.
 
     Raises:
         DataError: the file is missing, too large or damaged, or lacks a column.
