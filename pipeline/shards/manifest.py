@@ -99,9 +99,8 @@ class Manifest(Strict):
     ledgers: list[LedgerFile]
     """Ledgers with the status of each document: one file a unit, in plan order."""
     totals: dict[str, int]
-    """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
-    `text_bytes`; `longest_tokens`; `unknown_tokens` (kept; missing before 0.2); lost (documents of files that break off,
-    estimated; missing before 0.2)."""
+    """Documents read, kept, dropped and failed; of the kept ones those to train and held out, and their tokens and
+    unknown tokens; bytes of input and of text; tokens of the longest; documents lost with files that break off."""
     dropped: dict[str, int]
     failed: dict[str, int]
     failures: list[ReadFailure]

@@ -139,7 +139,7 @@ class Communicator:
 
 
 def grouped(tensors: Iterable[Kind], limit: int, size: Callable[[Tensor], int] = Tensor.numel) -> list[list[Kind]]:
-    """Groups consecutive tensors of one type up to a size, so that messages are few and large; a larger one is alone.
+    """Groups consecutive tensors of one type up to a size, so that messages are few and large; a larger one alone.
 
     Args:
         tensors: the tensors.

@@ -138,7 +138,7 @@ class Folder:
         return self._act(name, copy)
 
     def fetch_all(self, files: Mapping[str, FileRecord | None], target: Path) -> None:
-        """Fetches files to a folder of this host, several at once; a record is None if size and checksum are unknown.
+        """Fetches files to a folder of this host, many at once; a record is None if size and checksum are unknown.
 
         Raises:
             AlteredError: a file is missing or differs from its record.
