@@ -205,7 +205,8 @@ def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suf
             assert main(command) == 1
             told = capsys.readouterr().err.splitlines()[-1]
             assert "No space left" in told
-            says(told, "same command")
+            if left:  # units are finished
+                says(told, "same command")
             assert not output.exists()
             volume.drain()
         assert main(command) == 0

@@ -133,7 +133,7 @@ OTHERS = [
     (["adapt", "./nothing", "--output", "x", "file.txt"], "no such folder"),
     (["embed", "hashed-words:4", "odd.zzz", "--output", "x.npy"], "--format"),
     (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
-    (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "workers = -1: "),
+    (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "--workers -1: "),
     (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
 ]
 CASES = [

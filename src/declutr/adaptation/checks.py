@@ -123,13 +123,14 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
 
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
-    place = expand(config.encoder)
+    is_baseline = config.encoder.startswith(("hashed-words", "untrained:", "untrained@"))
+    place = Path() if is_baseline else expand(config.encoder)
     encoder_problem = unloadable(config.encoder) or no_encoder(place)
     if is_run(place):
         encoder_problem = f"{place} is a run or a checkpoint; name the folder `export` of a run"
     if place.is_file():
         encoder_problem = f"{place} is a file, not the folder of an encoder"
-    if config.encoder.startswith(("hashed-words", "untrained:", "untrained@")):
+    if is_baseline:
         encoder_problem = f"{config.encoder} is a baseline, whose weights nobody trained; name the folder of an encoder"
     if encoder_problem:
         others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_vali
 
 from declutr.common.config import Strict
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand
+from declutr.common.paths import expand, expand_known
 from declutr.common.storage import write_text
 from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.config import PipelineConfig
@@ -95,7 +95,7 @@ class AdaptConfig(Strict):
     """Seed of the split, the training and the intervals."""
     private: bool = False
     """Write no text of the documents to the report."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, strict=True)
     """Run Python code that comes with the encoder. Only for encoders you trust."""
 
     @model_validator(mode="after")
@@ -127,7 +127,7 @@ class AdaptConfig(Strict):
             "passages": absolute(self.passages),
         }
         places["corpus"] = [path if "://" in path else absolute(path) for path in self.corpus]
-        if expand(self.encoder).is_dir():  # else it is a name at the hub
+        if expand_known(self.encoder).is_dir():  # else it is a name at the hub
             places["encoder"] = absolute(self.encoder)
         return self.model_copy(update=places)
 

@@ -1,14 +1,17 @@
 """`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
 
+import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
 from declutr.cli import FORMATS, ROLES, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import shorten
-from declutr.common.errors import UsageError
+from declutr.common.errors import ConfigError, UsageError
 from declutr.common.paths import expand, listed, path_argument
 from declutr.embedding import check_embeddings, check_index
 
@@ -22,6 +25,20 @@ def _options(parser: Parser, arguments: list[str], join_fields: bool = True) -> 
     if join_fields and len(options.get("text_field", ())) == 1:
         options["text_field"] = options["text_field"][0]
     return options
+
+
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """Name settings in errors as the options of the command: `--unit-mib 0.0` for `unit_mib = 0.0`."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = [re.sub(r"^(\w+) = ", _option, line) for line in error.problems]
+        raise UsageError("\n".join(lines)) from error
+
+
+def _option(match: re.Match[str]) -> str:
+    return f"--{match[1].replace('_', '-')} "
 
 
 def run_embed(arguments: list[str]) -> int:
@@ -52,9 +69,12 @@ def run_embed(arguments: list[str]) -> int:
     from declutr.embedding.job import embed  # loads pyarrow, for which no wrong option waits
 
     setup_logging("embed")
-    note = embed(**options)
+    with _in_options():
+        note = embed(**options)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
+    if note.texts_empty:
+        print(f"empty texts: {note.texts_empty:,}")
     rows = f"{note.rows:,} {'passages' if note.config.passages else 'embeddings'}"
     print(f"{options['output']}: {rows} of {note.size} numbers ({options['dtype']})")
     if note.tokens:
@@ -235,7 +255,8 @@ def run_export(arguments: list[str]) -> int:
     parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
     parser.shared("--text-field", "--trust-remote-code")
     options = _options(parser, arguments)
-    figures = export(**options)
+    with _in_options():
+        figures = export(**options)
     parts = [f"{figures['bytes']:,} bytes", f"{figures['texts_per_second']['export']:,} texts a second"]
     parts.append(f"{figures['speedup']:.2f} times as fast as {figures['compared_with']} in float32")
     if figures["cosine"] is not None:

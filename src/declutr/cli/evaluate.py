@@ -179,7 +179,7 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
     """
     from declutr.encoders.loading import load_encoder
 
-    encoder = load_encoder(
+    return load_encoder(
         name,
         options.pooling,
         device=options.device,
@@ -188,9 +188,6 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
         query_prompt=options.query_prompt,
         document_prompt=options.document_prompt,
     )
-    if options.pooling and not hasattr(getattr(encoder, "whole", encoder), "encoder"):
-        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on it; remove it")
-    return encoder
 
 
 def _score_each(options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None]) -> list[str]:

@@ -22,16 +22,18 @@ from numpy.typing import DTypeLike
 
 from declutr.common.config import load_config
 from declutr.common.console.logs import bar, get_logger
+from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_file, hash_json, write_text
-from declutr.embedding.note import Note, note_path, read_note
+from declutr.embedding.note import Note, note_path, output_problem, parts_folder, read_note
 from declutr.embedding.passages import Cutter
 from declutr.embedding.units import (
     Coverage,
     EmbedConfig,
     EmbeddingSidecar,
     Shape,
+    check_records,
     embed_unit,
     finished,
     identify,
@@ -52,6 +54,7 @@ SMALL_MIB = 16
 """Input below which this process embeds, because Ray's start would take longer than it saves."""
 _MIB = 2**20
 _LOCK = ".lock"
+_CONTINUE = ". Finished units are kept; run the same command to continue"
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
 """Most deaths of workers in a command; an input that crashes a library would otherwise be tried for ever."""
@@ -78,7 +81,7 @@ def embed(
 
     Returns:
         The note of the output: `rows`, `size` (numbers of an embedding), `skipped` by reason, and how much was read:
-        `texts_cut`, `tokens`, `tokens_read`.
+        `texts_cut`, `texts_empty`, `tokens`, `tokens_read`.
 
     Raises:
         ConfigError: with every problem of the settings.
@@ -95,7 +98,12 @@ def embed(
         raise ConfigError("embed", unknown)
     if problem := unloadable(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = load_config(parts | values, "embed", EmbedConfig)
+    try:
+        config = load_config(parts | values, "embed", EmbedConfig)
+    except ConfigError as error:  # `choice` and `shape` are no settings of the user
+        raise ConfigError(
+            "embed", [p.removeprefix("choice.").removeprefix("shape.") for p in error.problems]
+        ) from error
     # absolute paths, because workers run in another folder, and the note is read from anywhere
     places = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
     choice = config.choice
@@ -106,23 +114,26 @@ def embed(
         if would_read(path, config, [config.output, note_path(config.output)]):
             raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
     try:
-        return _embed(config, plan(config))
+        units = plan(config)
+        if problem := output_problem(config.output):
+            raise UsageError(f"--output {config.output}: {problem}")
+        check_records(config, units)
+        return _embed(config, units)
     except OSError as error:  # a full disk, or storage that is not reachable
-        raise UsageError(
-            f"{config.output}: {error}. Finished units are kept; run the same command to continue"
-        ) from error
+        has_units = any(parts_folder(config.output).glob("*.json"))
+        raise UsageError(f"{config.output}: {error}{_CONTINUE if has_units else ''}") from error
 
 
 def would_read(path: str, config: EmbedConfig, files: Sequence[Path]) -> bool:
     """True if a later command would read one of the files, an output and its notes, as texts of this local input."""
-    output, *notes = (file.resolve() for file in files)
+    output, *notes = (Path(os.path.realpath(file)) for file in files)  # `resolve` fails for a link to itself
     source = Path(path)
-    if output == source.resolve():
+    if output == (real := Path(os.path.realpath(source))):
         return True
     if output.suffix != ".parquet" and config.format == "auto":
         return False
     if source.exists() or not glob.has_magic(path):
-        return output.is_relative_to(source.resolve())
+        return output.is_relative_to(real)
     num_plain = next(number for number, part in enumerate(source.parts) if glob.has_magic(part))
     plain, pattern = Path(*source.parts[:num_plain]).resolve(), source.parts[num_plain:]
     places = [place.relative_to(plain).parts for place in (output, *notes) if place.is_relative_to(plain)]
@@ -161,14 +172,14 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     if config.passages:
         Cutter(encoder)  # its refusal need not wait for a unit
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
-    folder = output.absolute().with_name(f".{output.name}.parts")
+    folder = parts_folder(output)
     with contextlib.suppress(UsageError):  # a note that is damaged, or without its output, is of no finished job
         if (note := read_note(output)).job == hash_json(identities):
             get_logger().info("%s is already complete; nothing to embed", output)
             _remove_leftovers(folder, output)
             return note
-    if output.exists() and not note_path(output).exists() and not folder.is_dir():
-        raise UsageError(f"--output {output}: exists and is not of `declutr embed`; name another file")
+        if note.config.inputs != config.inputs:
+            get_logger().warning("%s has embeddings of %s, which are replaced", output, excerpt(note.config.inputs))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, output):
         sidecars = _run(config, units, identities, folder, encoder)
@@ -184,6 +195,8 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
             job=hash_json(identities),
             num_bytes=output.stat().st_size,
         )
+        if note.skipped and not note.rows:
+            get_logger().warning("%s: nothing is embedded, because no record could be read; check --text-field", output)
         if sentence := note.sentence():
             get_logger().warning("%s%s", sentence, "" if config.passages else "; --passages embeds all of a text")
         write_text(note_path(output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
@@ -353,9 +366,7 @@ def _embed_on_ray(
         except (RayActorError, WorkerCrashedError) as error:
             deaths += 1
             if deaths > _RESTARTS:
-                raise UsageError(
-                    f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
-                ) from error
+                raise UsageError(f"workers keep dying ({error}){_CONTINUE}") from error
             get_logger().warning("a worker died; %d of %d units are embedded anew", len(todo), len(sizes))
 
 
@@ -385,5 +396,5 @@ class UnitEmbedder:
             sidecar = finished(unit.name, row["identity"], self._folder)
             sidecar = sidecar or embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
         except (OSError, UsageError) as error:  # if raised here, users would see a traceback of Ray
-            return {"sidecar": "", "problem": f"{error}. Finished units are kept; run the same command to continue"}
+            return {"sidecar": "", "problem": f"{error}{_CONTINUE}"}
         return {"sidecar": sidecar.model_dump_json(), "problem": ""}

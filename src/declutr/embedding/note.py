@@ -1,5 +1,6 @@
 """The output of `declutr embed` with its note, for reading."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from pydantic import ValidationError
 
 from declutr.common.config import Precision, first_problem
 from declutr.common.errors import UsageError
+from declutr.common.paths import folder_problem
+from declutr.common.storage import read_json
 from declutr.embedding import check_embeddings
 from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig
 from declutr.encoders.protocol import unit_rows
+
+_LONGEST_NAME = 255  # in bytes, of a file on Linux
 
 
 class Note(Coverage):
@@ -38,7 +43,34 @@ class Note(Coverage):
 
 def note_path(output: Path) -> Path:
     """Path of the note of a file of embeddings."""
-    return output.with_name(f"{output.name}.json")
+    return output.parent / f"{output.name}.json"  # `with_name` refuses a folder without a name, as / and .
+
+
+def parts_folder(output: Path) -> Path:
+    """Folder of the finished units of an output that is not complete."""
+    return output.with_name(f".{output.name}.parts")
+
+
+def output_problem(output: Path) -> str | None:
+    """The reason why embeddings cannot be written here, or would replace a file of another origin; None if neither."""
+    temporary = f".{note_path(output).name}.{os.getpid()}.tmp"  # of `atomic_file`, the longest beside it
+    if (excess := len(os.fsencode(temporary)) - _LONGEST_NAME) > 0:
+        return f"its name is too long by {excess} bytes"
+    if parts_folder(output).is_dir() or _is_note(note_path(output)):
+        return None
+    for path in (output, note_path(output)):
+        if path.exists():
+            return f"{path.name} exists and is not of `declutr embed`; name another file"
+    return folder_problem(output.parent)
+
+
+def _is_note(path: Path) -> bool:
+    """Whether a file is a note, also of another version."""
+    try:
+        values = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"fingerprint", "num_bytes"} <= values.keys()
 
 
 def read_note(output: Path) -> Note:
@@ -49,13 +81,17 @@ def read_note(output: Path) -> Note:
     """
     check_embeddings(output)
     path = note_path(output)
+    if output.suffix == ".json" and output.with_suffix("").is_file():
+        raise UsageError(f"{output}: is a note; name the embeddings {output.with_suffix('')}")
     try:
         note = Note.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
+    except ValidationError as error:
+        why = first_problem(error, Note)
+        raise UsageError(f"{path}: is no note of this version of `declutr embed` ({why}); embed again") from error
+    except OSError as error:
         raise UsageError(
-            f"{output}: has no note {path.name} of `declutr embed` next to it ({why}); if it holds texts, embed them "
-            f"first: declutr embed MODEL {output} --output FILE.parquet"
+            f"{output}: has no note {path.name} of `declutr embed` next to it ({error.strerror}); if it holds texts, "
+            f"embed them first: declutr embed MODEL {output} --output FILE.parquet"
         ) from error
     if output.stat().st_size != note.num_bytes:
         raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")

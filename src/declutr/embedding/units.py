@@ -19,6 +19,7 @@ from declutr.common.config import Precision, Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
 from declutr.common.storage import atomic_file, hash_json, write_text
+from declutr.common.stores.address import is_remote
 from declutr.embedding.passages import Cutter, Passage
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, encode_counted, unit_rows
 from declutr.pipeline.job.units import (
@@ -30,7 +31,18 @@ from declutr.pipeline.job.units import (
     plan_units,
     with_file_states,
 )
-from declutr.pipeline.readers.corpus import Choice, Document, FilesCorpus, ReadFailure, Record, TextField
+from declutr.pipeline.readers.corpus import (
+    DOCUMENT_SUFFIXES,
+    NO_TEXT,
+    SUFFIXES,
+    Choice,
+    Document,
+    FilesCorpus,
+    ReadFailure,
+    Record,
+    TextField,
+    bare_suffix,
+)
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 
 VectorType = Literal["float32", "int8"]
@@ -97,18 +109,54 @@ def plan(config: EmbedConfig) -> list[Unit]:
         problems.append("--passages needs an --output that ends in .parquet, which has their places")
     if config.headings and not config.passages:
         problems.append("--headings: is for passages; add --passages")
+    words = {"in corpus.paths": "as inputs", "corpus.paths": "input", "corpus.format": "--format"}
+    words |= {"corpus.text_field": "--text-field or --id-field" if config.id_field else "--text-field"}
+
+    def in_options(line: str) -> str:
+        return re.sub("|".join(words), lambda match: words[match[0]], line)
+
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
     _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
     if config.id_field and not unreadable:
         unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
-    words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
-    problems += [re.sub("|".join(words), lambda match: words[match[0]], problem) for problem in unreadable]
+    problems += map(in_options, unreadable)
     if problems:
         raise UsageError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
-        get_logger().warning(line)
+        get_logger().warning(in_options(line))
     return with_file_states(units)
+
+
+_ID_HINT = ". --id-field names a key or column of texts"
+_FIELDLESS = ("text", "text_file", "wet", "document")
+
+
+def check_records(config: EmbedConfig, units: list[Unit]) -> None:
+    """Check that inputs have the field of the ids, and that the first record of each JSONL file can be embedded.
+
+    Raises:
+        UsageError: they do not, or cannot.
+    """
+    kinds = SUFFIXES | dict.fromkeys(DOCUMENT_SUFFIXES, "document")
+    starts = [(unit, part) for unit in units for part in unit.parts if not part.start]
+    for unit, part in starts:
+        by_name = kinds.get(bare_suffix(part.source)) if config.format.startswith("auto") else config.format
+        kind = by_name if part.format == "stream" else part.format
+        if config.id_field and kind in _FIELDLESS:
+            raise UsageError(f"--id-field {config.id_field}: {part.source} has no keys or columns; omit it")
+        if kind == "jsonl" and not config.skip_bad and not is_remote(part.path):
+            alone = unit.model_copy(update={"parts": [part]})
+            pairs = keyed(alone, UnitReader(alone, corpus_of(config, config.text_field)), config)
+            if isinstance(record := next(pairs, (None, None))[0], ReadFailure):
+                raise _refusal(record)
+
+
+def _refusal(record: ReadFailure) -> UsageError:
+    """The error of a record that cannot be read and is not to be skipped."""
+    of_text = record.reason == NO_TEXT and _ID_HINT not in record.message
+    hint = f"{'--text-field names the key or column of the text; ' if of_text else ''}--skip-bad skips and counts"
+    return UsageError(f"{record.source} at {record.offset}: {record.reason}: {record.message}. {hint} such records")
 
 
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: Precision) -> list[str]:
@@ -137,6 +185,8 @@ class Coverage(Strict):
     tokens: int = 0
     """Tokens of all texts, in passages with their headings."""
     tokens_read: int = 0
+    texts_empty: int = 0
+    """Texts without a visible character."""
 
     def sentence(self) -> str:
         """The share that was read; empty if nothing was cut."""
@@ -197,7 +247,7 @@ def embed_unit(
     schema = part_schema(encoder.size, config)
     cutter = Cutter(encoder, config.headings) if config.passages else None
     skipped: Counter[str] = Counter()
-    read = written = seen_bytes = 0
+    read = written = seen_bytes = empty = 0
     counts = np.zeros(3, np.int64)
     with atomic_file(folder / f"{unit.name}.arrow") as aside:
         reader = UnitReader(unit, corpus_of(config, config.text_field))
@@ -207,13 +257,11 @@ def embed_unit(
                 for record, key in window:
                     if isinstance(record, ReadFailure):
                         if not config.skip_bad:
-                            raise UsageError(
-                                f"{record.source} at {record.offset}: {record.reason}: {record.message}. "
-                                "--skip-bad skips and counts records that cannot be read"
-                            )
+                            raise _refusal(record)
                         skipped[record.reason] += 1
                     else:
                         text = record.text.removesuffix("\r")  # of a line that ends in CR LF
+                        empty += not text.strip()
                         passages = cutter.passages(text) if cutter else []
                         places += passages
                         texts += [passage.of(text) for passage in passages] if cutter else [text]
@@ -251,6 +299,7 @@ def embed_unit(
         texts_cut=int(counts[0]),
         tokens=int(counts[1]),
         tokens_read=int(counts[2]),
+        texts_empty=empty,
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )
@@ -313,7 +362,7 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
         if isinstance(record, ReadFailure) or isinstance(key, Document):
             yield record, key.text if isinstance(key, Document) else None
         else:
-            yield key, None
+            yield key.model_copy(update={"message": f"{key.message}{_ID_HINT}"}), None
 
 
 def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:

@@ -1,7 +1,6 @@
 """Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
 import copy
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -32,6 +31,7 @@ from declutr.encoders.protocol import (
     Pooling,
     Role,
     SentenceEncoder,
+    baseline,
     check_prompts,
     in_role,
     is_run,
@@ -54,7 +54,6 @@ _PROBES = ("a", "A sentence of a usual length, with 2 numbers: 17.", "several wo
 _LEAST_COSINE = 0.9999
 _PACKED_ROWS = 2048  # the layout is made for batches of about this many tokens
 _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
-_BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
 def load_encoder(
@@ -93,6 +92,8 @@ def load_encoder(
             that cannot be computed exactly here.
     """
     name = str(name)
+    if not isinstance(trust_remote_code, bool):  # "no" would be true
+        raise EncoderError(f"trust_remote_code = {trust_remote_code!r}: must be True or False")
     if name.startswith("~"):
         name = str(expand(name))
     own = {"query": query_prompt, "document": document_prompt}
@@ -102,14 +103,14 @@ def load_encoder(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     path = Path(name)
-    if baseline := _BASELINE.fullmatch(name):
-        kind, seed, rest = baseline[1], int(baseline[2] or 0), baseline[3]
+    unused_here = _shown(pooling, max_tokens, long_texts, own_prompts)
+    if parts := baseline(name):
+        kind, seed, rest = parts
         if kind == "hashed-words":
-            if not rest.isdecimal() or not int(rest):
-                raise EncoderError(f"{name}: write hashed-words:SIZE, for example hashed-words:300")
-            if own_prompts:
-                raise EncoderError(f"{name}: {_shown(own_prompts)} has no effect on hashed words; remove it")
+            if unused_here:
+                raise EncoderError(f"{name}: {unused_here} has no effect on hashed words; remove it")
             return HashedWords(int(rest), seed)
+        rest = str(expand(rest)) if rest.startswith("~") else rest
         loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
@@ -117,7 +118,7 @@ def load_encoder(
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)
-    elif encoder_of_export := _load_exported(path, pooling, max_tokens, long_texts, own_prompts):
+    elif encoder_of_export := _load_exported(path, unused_here):
         return in_role(encoder_of_export, role) if role else encoder_of_export
     else:
         loaded = load_pretrained(name, pooling, trust_remote_code, None)
@@ -180,9 +181,11 @@ def load_encoder(
     return in_role(cut, role) if role else cut
 
 
-def _shown(prompts: dict[str, str]) -> str:
-    """Options of prompts as they were given."""
-    return ", ".join(f"--{role}-prompt {shorten(text, 40)!r}" for role, text in prompts.items())
+def _shown(pooling: Pooling | None, max_tokens: int | None, long_texts: LongTexts, own_prompts: dict[str, str]) -> str:
+    """Options of texts and pooling as they were given; empty if all have their defaults."""
+    options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
+    shown = [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]
+    return ", ".join([*shown, *(f"--{role}-prompt {shorten(text, 40)!r}" for role, text in own_prompts.items())])
 
 
 def start_of(path: Path) -> str:
@@ -201,10 +204,10 @@ def start_of(path: Path) -> str:
     return ""
 
 
-def _load_exported(
-    path: Path, pooling: Pooling | None, max_tokens: int | None, long_texts: LongTexts, own_prompts: dict[str, str]
-) -> SentenceEncoder | None:
+def _load_exported(path: Path, options: str) -> SentenceEncoder | None:
     """The encoder of a folder of `declutr export`; None if the folder is another.
+
+    `options` are those that the export has fixed, as they were given.
 
     Raises:
         EncoderError: it is damaged, or an option asks for what the export has fixed.
@@ -217,10 +220,8 @@ def _load_exported(
         except (OSError, ValueError, LookupError, TypeError):
             return None
         kind = StaticEncoder
-    options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
-    fixed = [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]
-    if fixed := [*fixed, *([_shown(own_prompts)] if own_prompts else [])]:
-        raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
+    if options:
+        raise EncoderError(f"{path}: {options} has no effect on an export; export again with other settings")
     try:
         check_folder(path)
         check_tokenizer(path)

@@ -1,5 +1,6 @@
 """Interface of every sentence encoder, its cuts to smaller sizes, and the settings by which one is chosen; no torch."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from declutr.common.config import AnyPrecision, Precision, Strict
-from declutr.common.errors import EncoderError, suggest
+from declutr.common.errors import EncoderError, nearest, suggest
 from declutr.common.hub import hub_problem, looks_like_a_path
 from declutr.common.paths import expand
 from declutr.common.storage import hash_json, read_json
@@ -140,18 +141,41 @@ def precision_of(encoder: SentenceEncoder) -> Precision:
     return precision
 
 
+_FORMS = {"hashed-words": "hashed-words:SIZE", "untrained": "untrained:NAME"}
+_BASELINE = re.compile(rf"({'|'.join(_FORMS)})(?:@(\d+))?:(.+)")
+_MOST_NUMBERS = 65_536
+
+
+def baseline(name: str) -> tuple[str, int, str] | None:
+    """Kind, seed, and size or name of `hashed-words@SEED:SIZE` or `untrained@SEED:NAME`; None for all other names.
+
+    Raises:
+        EncoderError: the size is not a whole number from 1 to 65,536.
+    """
+    if (match := _BASELINE.fullmatch(name)) is None:
+        return None
+    kind, seed, rest = match[1], int(match[2] or 0), match[3]
+    size = int(rest) if re.fullmatch(r"\d{1,5}", rest) else 0
+    if kind == "hashed-words" and not 1 <= size <= _MOST_NUMBERS:
+        raise EncoderError(
+            f"{name}: write hashed-words:SIZE, from 1 to {_MOST_NUMBERS:,}, for example hashed-words:300"
+        )
+    return kind, seed, rest
+
+
 def missing(name: str) -> str | None:
     """The problem of a name that can only be a path where nothing is; None for all other names."""
-    # hashed-words:SIZE and addresses have a colon
-    if ":" in name or not looks_like_a_path(name) or expand(name).exists():
+    if (not looks_like_a_path(name) and name not in _FORMS) or expand(name).exists():
         return None
     return f"{name} cannot be loaded: there is no such folder{near(name)}"
 
 
 def near(name: str) -> str:
-    """A suggestion of the nearest path in the folder above a path, if there is one."""
+    """A suggestion of the nearest folder in the one above a path, or of a baseline, if there is one."""
     above = expand(name).parent
-    return suggest(name, [str(Path(name).parent / path.name) for path in above.iterdir()]) if above.is_dir() else ""
+    paths = [str(Path(name).parent / path.name) for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
+    kind = nearest(re.split("[:@]", name)[0], _FORMS)
+    return suggest(name, paths) or (f"; write {_FORMS[kind]}" if kind else "")
 
 
 # of transformers, sentence-transformers and `declutr export`
@@ -209,21 +233,28 @@ def file_of(name: str, file: str) -> Path | None:
         if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:  # an earlier lookup found that the hub has none
             return None
         raise EncoderError(
-            f"{name} cannot be loaded: there is no such folder here{near(name)}, and the hub cannot be asked for "
-            f"{file}: {hub_problem()}. Without a network, download the model to a folder and name that folder"
+            f"{name} cannot be loaded: there is no such folder here, and the hub cannot be asked for {file}: "
+            f"{hub_problem()}. Without a network, download the model to a folder and name that folder{near(name)}"
         ) from error
     except EntryNotFoundError:
         return None
     except (HFValidationError, OSError) as error:
-        raise EncoderError(f"{name} cannot be loaded: no such folder, and not at the hub: {error}") from error
+        raise EncoderError(
+            f"{name} cannot be loaded: no such folder, and not at the hub: {error}{near(name)}"
+        ) from error
 
 
 def unloadable(name: str) -> str | None:
     """The problem of an encoder's name that needs no torch to be seen; None if it may be loaded."""
+    try:
+        if kind_and_name := baseline(name):
+            return unloadable(kind_and_name[2]) if kind_and_name[0] == "untrained" else None
+    except EncoderError as error:
+        return str(error)
     place = expand(name)
     if is_run(place) or (place / "export").is_dir():
         return None
-    if (problem := missing(name) or no_encoder(place)) or place.exists() or ":" in name:
+    if (problem := missing(name) or no_encoder(place)) or place.exists():
         return problem
     try:
         file_of(name, "modules.json")  # here, because a name that is misspelt should not wait for torch
@@ -275,7 +306,7 @@ class EncoderChoice(Strict):
     """Text before every query, instead of the encoder's own."""
     document_prompt: str | None = Field(default=None, max_length=MOST_PROMPT)
     """Text before every text to be searched, instead of the encoder's own."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, strict=True)
     """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
     reading it back grants nothing."""
 

@@ -46,7 +46,7 @@ class ExportConfig(Strict):
     """Folder with STS-B's sts-test.csv, on which both encoders are scored."""
     pairs: Path | None = None
     """Your queries with the texts that they should find, on which both encoders are scored."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, strict=True)
     """Run Python code that comes with the model. Only for models you trust."""
 
 
@@ -89,6 +89,10 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(f"--output {config.output}: exists already; name another folder, or remove it")
     elif problem := folder_problem(config.output.absolute().parent):
         problems.append(f"--output {config.output}: {problem}")
+    needless = ("max_tokens",) if config.to == "static" else ("vocabulary_size", "dimensions")
+    for name in needless:
+        if name in config.model_fields_set and getattr(config, name) is not None:
+            problems.append(f"--{name.replace('_', '-')}: has no effect on --to {config.to}; omit it")
     if config.to == "static" and not config.corpus:
         problems.append("--to static needs --corpus FILES: its table has the words of your texts")
     elif config.to != "static" and (absent := missing_extra("onnx", f"--to {config.to}")):
