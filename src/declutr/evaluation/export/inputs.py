@@ -92,14 +92,11 @@ def read_inputs(config: ExportConfig) -> Inputs:
     needless = ("max_tokens",) if config.to == "static" else ("vocabulary_size", "dimensions")
     for name in needless:
         if name in config.model_fields_set and getattr(config, name) is not None:
-            problems.append(f"--{name.replace('_', '-')}: has no effect on --to {config.to}; omit it")
+            problems.append(f"--{name.replace('_', '-')}: has no effect with --to {config.to}; omit it")
     if config.to == "static" and not config.corpus:
         problems.append("--to static needs --corpus FILES: its table has the words of your texts")
     elif config.to != "static" and (absent := missing_extra("onnx", f"--to {config.to}")):
         problems.append(absent)
-    needless = {"max_tokens"} if config.to == "static" else {"vocabulary_size", "dimensions"}
-    for name in sorted(needless & config.model_fields_set):
-        problems.append(f"--{name.replace('_', '-')}: has no effect with --to {config.to}; omit it")
     if config.corpus:
         try:
             corpus, corpus_facts = _texts(config)
