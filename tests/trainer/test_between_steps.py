@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import json
+import shutil
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -37,32 +39,38 @@ def data(prepared, tmp_path):
     (tmp_path / "data").symlink_to(prepared)
 
 
-def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
-    one, other = worker(tmp_path), worker(tmp_path)
+def test_a_bad_loss_changes_nothing_but_the_count_which_is_exact_over_a_resume(tmp_path, log):
+    one, other, first = (worker(tmp_path) for _ in range(3))
     measured = take(one, 1, 6)
     assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
-    assert (one.train_step.nonfinite_losses.skipped, one.train_step.nonfinite_losses.in_a_row) == (2, 0)
+    assert counts(one) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
         assert take(other, step, step) == [measured[step - 1]]
     assert same(tensors(one), tensors(other))
-
-
-def test_count_of_bad_losses_is_exact_over_a_resume(tmp_path):
-    one = worker(tmp_path)
-    whole = take(one, 1, 6)
-    first = worker(tmp_path)
     take(first, 1, 2)
-    with first.checkpointing.writing(nothing):
-        first.checkpointing.save(2, {})
-        first.checkpointing.saver.wait()
+    save(first, 2)
     second = worker(tmp_path)
     assert second.checkpointing.resume() == 2
-    assert (second.train_step.nonfinite_losses.skipped, second.train_step.nonfinite_losses.in_a_row) == (1, 1)
-    again = take(second, 3, 6)
-    assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
+    assert counts(second) == (1, 1)
+    assert [m.loss for m in take(second, 3, 6) if not m.skipped] == [m.loss for m in measured[2:] if not m.skipped]
     assert second.train_step.nonfinite_losses.skipped == 2
     assert same(tensors(second), tensors(one))
+    folder = tmp_path / "checkpoints"
+    state = checkpoint.find_latest(folder)[1].model_dump()
+    later = RunState(**state | {"step": 3, "files": {}, "tasks_skipped": {"image": (2, 1)}})
+    checkpoint.save(folder, later, collect(second.train_steps))
+    assert checkpoint.find_latest(folder)[1].tasks_skipped == {"image": [2, 1]}
+
+
+def counts(loop):
+    return loop.train_step.nonfinite_losses.skipped, loop.train_step.nonfinite_losses.in_a_row
+
+
+def save(loop, step):
+    with loop.checkpointing.writing(nothing):
+        loop.checkpointing.save(step, {})
+        loop.checkpointing.saver.wait()
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path):
@@ -71,12 +79,8 @@ def test_too_many_in_a_row_stop_the_run(tmp_path):
     take(one, 4, 5, bad={4, 5})
     with pytest.raises(NonFiniteLossError, match=all_of("step 6", "loss nan", "max_skipped_steps = 2")):
         take(one, 6, 6, bad={6})
-
-
-def test_stopping_is_the_default(tmp_path):
-    one = worker(tmp_path, on_nonfinite_loss="stop")
     with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan")):
-        take(one, 1, 6)
+        take(worker(tmp_path, on_nonfinite_loss="stop"), 1, 6)
 
 
 def on_ranks(comm, folder):
@@ -91,52 +95,34 @@ def on_ranks(comm, folder):
     comm.all_reduce_max(0)
     other = worker(folder, comm)
     resumed = other.checkpointing.resume()
-    words = ""
     with other.checkpointing.writing(nothing):
         if (saver := other.checkpointing.saver) is not None:
             saver.close()
             saver._failure = "the disk is full"
         other.checkpointing.after_step(4, {}, stop=False, agreed=Request.SAVE)  # it failed after the agreement
-        try:
+        with pytest.raises(SaveError) as failure:
             other.checkpointing.after_step(5, {}, stop=False)
-        except SaveError as error:
-            words = str(error)
     count, equal = other.train_step.nonfinite_losses.skipped, same(tensors(other), tensors(one))
-    return (union, no_request, skipped, bool(ended), resumed, count, equal), words
-
-
-def test_checkpoints_of_a_run_whose_task_skipped_a_step_are_kept(tmp_path):
-    one = worker(tmp_path, checkpoint={"every_steps": 1})
-    with one.checkpointing.writing(nothing):
-        one.checkpointing.save(1, {})
-        one.checkpointing.saver.wait()
-    folder = tmp_path / "checkpoints"
-    _, state = checkpoint.find_latest(folder)
-    later = RunState(**state.model_dump() | {"step": 2, "files": {}, "tasks_skipped": {"image": (2, 1)}})
-    checkpoint.save(folder, later, collect(one.train_steps))
-    assert checkpoint.find_latest(folder)[1].tasks_skipped == {"image": [2, 1]}
+    return (union, no_request, skipped, bool(ended), resumed, count, equal), str(failure.value)
 
 
 @pytest.mark.dist
 def test_every_rank_does_the_same(tmp_path):
     results = run_group(2, on_ranks, tmp_path)
-    for found, words in results:
-        assert found == (Request.SAVE | Request.STOP, Request(0), [False, True, False], True, 3, 1, True)
-        assert words
+    for outcome, message in results:
+        assert outcome == (Request.SAVE | Request.STOP, Request(0), [False, True, False], True, 3, 1, True)
+        assert message
     says(results[0][-1], "disk is full")
 
 
 def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
-    one = worker(tmp_path, checkpoint={"every_steps": 100})
-    folder = tmp_path / "checkpoints"
-    phases = []
+    one, folder, phases = worker(tmp_path, checkpoint={"every_steps": 100}), tmp_path / "checkpoints", []
     with one.checkpointing.writing(nothing):
         take(one, 1, 1)
         assert not one.checkpointing.after_step(1, {}, stop=False)
         assert checkpoint.steps_in(folder) == []
         take(one, 2, 2)
-        saver = one.checkpointing.saver
-        wait = saver.wait
+        saver, wait = one.checkpointing.saver, one.checkpointing.saver.wait
         saver.wait = lambda: (phases.append(one.heartbeat.phase), wait())
         assert one.checkpointing.after_step(2, {}, stop=True)
     assert checkpoint.find_latest(folder)[1].step == 2
@@ -153,93 +139,83 @@ class Reports(list):
         self.append("closed")
 
 
-def test_a_written_checkpoint_is_reported_once_and_the_last_before_the_end(tmp_path):
-    one = worker(tmp_path, checkpoint={"every_steps": 2})
-    one.checkpointing._reporter = reports = Reports()
-    with one.checkpointing.writing(nothing):
+def reporting(run, **settings):
+    loop = worker(run, checkpoint=settings)
+    loop.checkpointing._reporter = Reports()
+    return loop.checkpointing, loop.checkpointing._reporter
+
+
+def test_a_written_checkpoint_is_reported_once_and_by_every_worker_equally_often(tmp_path):
+    checkpointing, reports = reporting(tmp_path, every_steps=2)
+    with checkpointing.writing(nothing):
         for step in range(1, 7):
-            one.checkpointing.after_step(step, {}, stop=False)
-            one.checkpointing.saver.wait()
+            checkpointing.after_step(step, {}, stop=False)
+            checkpointing.saver.wait()
     assert reports == [*((step, f"step-{step:08}") for step in (2, 4, 6)), "closed"]
-
-
-def test_every_worker_reports_equally_often_also_if_the_last_checkpoint_cannot_be_written(tmp_path):
+    shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").write_text("a file, not a folder")
-    one = worker(tmp_path, checkpoint={"storage_retry_seconds": 0})
-    one.checkpointing._reporter = reports = Reports()
-    with one.checkpointing.writing(nothing), pytest.raises(SaveError, match="checkpoints"):
-        one.checkpointing.after_step(6, {}, stop=False)
+    checkpointing, reports = reporting(tmp_path, storage_retry_seconds=0)
+    with checkpointing.writing(nothing), pytest.raises(SaveError, match="checkpoints"):
+        checkpointing.after_step(6, {}, stop=False)
     assert reports == [(None, None)]
-    other = worker(tmp_path)  # as a worker without a saver
-    other.checkpointing._reporter = others = Reports()
-    other.checkpointing._finish()
-    assert others == [*reports, "closed"]
+    without_saver, its_reports = reporting(tmp_path)
+    without_saver._finish()
+    assert its_reports == [*reports, "closed"]
 
 
 def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
-    """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
     one = worker(tmp_path)
     take(one, 1, 1, bad=())
     contents = collect([one.train_step])
     kept = copy.deepcopy(contents)
     take(one, 2, 3, bad=())
     assert all(torch.equal(contents[file][name], kept[file][name]) for file in kept for name in kept[file])
-    again = collect([one.train_step], memory=contents)
-    assert again["encoder.safetensors"].keys() == kept["encoder.safetensors"].keys()
-    name = "model.roberta.embeddings.LayerNorm.bias"
-    assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()
-    assert not torch.equal(again["encoder.safetensors"][name], kept["encoder.safetensors"][name])
+    file, name = "encoder.safetensors", "model.roberta.embeddings.LayerNorm.bias"
+    again = collect([one.train_step], memory=contents)[file]
+    assert again.keys() == kept[file].keys()
+    assert again[name].data_ptr() == contents[file][name].data_ptr()
+    assert not torch.equal(again[name], kept[file][name])
 
 
-@pytest.mark.parametrize(
-    ("load_report", "encoder", "refused"),
-    [
-        (LoadReport(encoder=("bert.a",)), {}, "bert.a"),
-        (LoadReport(head=("cls.a",)), {}, "no MLM head"),
-        (LoadReport(head=("cls.a",)), {"new_mlm_head": True}, None),
-        (LoadReport(unused=("adapter",)), {}, None),
-    ],
-)
-def test_random_weights_take_no_step(tmp_path, load_report, encoder, refused):
+def test_random_weights_take_no_step(tmp_path):
     """The driver may have looked at another copy of the encoder than a worker loads."""
-    one = worker(tmp_path, encoder={"pretrained": "somewhere", **encoder})
-    one.train_step.encoder.load_report = load_report
-    if refused is None:
-        one.refuse_random_weights()
-        return
-    with pytest.raises(EncoderError, match=all_of(refused)):
-        one.train()
+
+    def loaded(new_head=False, **report):
+        loop = worker(tmp_path, encoder={"pretrained": "somewhere", "new_mlm_head": new_head})
+        loop.train_step.encoder.load_report = LoadReport(**report)
+        return loop
+
+    for report, message in (({"encoder": ("bert.a",)}, "bert.a"), ({"head": ("cls.a",)}, "no MLM head")):
+        with pytest.raises(EncoderError, match=all_of(message)):
+            loaded(**report).train()
+    loaded(new_head=True, head=("cls.a",)).refuse_random_weights()
+    loaded(unused=("adapter",)).refuse_random_weights()
 
 
 def test_an_error_of_the_reading_thread_is_raised_in_its_reader():
-    """After the items that were read before it; without an error, all items arrive."""
-
-    def items():
+    def failing():
         yield from (1, 2)
         raise OSError("a shard is gone")
 
-    found = []
+    items = []
     with pytest.raises(OSError, match="shard is gone"):
-        found.extend(Prefetcher(items()))
-    assert found == [1, 2]
+        items.extend(Prefetcher(failing()))
+    assert items == [1, 2]
     assert list(Prefetcher(iter(range(20)))) == list(range(20))
 
 
 class Numbers:
     """A validator whose rows have these values plus the number of its calls."""
 
-    def __init__(self):
-        self.calls = 0
+    calls = 0
 
-    def scores(self, encoder):
-        del encoder
+    def scores(self, _encoder):
         self.calls += 1
         keys = np.arange(40, dtype=np.uint64)
         return {"mrr": RowScore(keys, keys.astype(float) + self.calls), "effective_rank": 3.0}
 
 
 def validated(run):
-    """A loop that can validate, at the step from which it goes on."""
     one = worker(run, checkpoint={"every_steps": 100}, validation={"score": "mrr"})
     one.validator = Numbers()
     return one, one.checkpointing.resume()
@@ -251,9 +227,9 @@ def test_weights_of_the_start_that_are_validated_again_have_one_line(tmp_path):
         one, _ = validated(tmp_path)
         with one.recording(0) as records:
             one.validate(0, records)
-    lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines] == [0]
-    assert lines[0]["mrr"] != 0.5
+    (line,) = read_metrics(tmp_path)
+    assert line["step"] == 0
+    assert line["mrr"] != 0.5
     one.validator = None
     with one.recording(0):
         assert read_metrics(tmp_path) == [], "without validation there are no scores, and these are of another start"
@@ -265,8 +241,7 @@ def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path
     assert (done, one.checkpointing.at_start) == (0, True)
     with contextlib.closing(MetricsWriter(tmp_path, 0)) as records, one.checkpointing.writing(nothing):
         one.validate(0, records)
-        scores = one.validate(2, records)
-        one.checkpointing.save(2, scores)
+        one.checkpointing.save(2, one.validate(2, records))
         one.checkpointing.saver.wait()
     assert [line.rpartition(": ")[0] for line in log] == [f"validated after step {step} of 6" for step in (0, 2)]
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "validation"]
@@ -280,37 +255,31 @@ def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path
         two.checkpointing.saver.wait()
         two.checkpointing.save(5, {})
         two.checkpointing.saver.wait()
-    folder = tmp_path / "checkpoints"
+    paths = (checkpoint.checkpoint_path(tmp_path / "checkpoints", step) for step in (2, 4, 5))
+    rows = [checkpoint.read_state(path).reported for path in paths]
     start = [float(row) + 1 for row in reporting]
-    found = [checkpoint.read_state(checkpoint.checkpoint_path(folder, step)).reported for step in (2, 4)]
-    assert [one.start for one in found] == [start, start]
-    assert [one.rows[0] for one in found] == [start[0] + 1, start[0]]
-    newest = checkpoint.read_state(checkpoint.checkpoint_path(folder, 5)).reported
-    assert (newest.start, newest.rows) == (start, []), "step 5 was not validated"
+    assert [part.start for part in rows] == [start] * 3
+    assert [part.rows[0] for part in rows[:2]] == [start[0] + 1, start[0]]
+    assert rows[2].rows == [], "step 5 was not validated"
 
 
 def test_a_run_at_an_address_is_one_run_of_wandb_on_every_host(tmp_path, monkeypatch):
-    seen = []
-
-    @contextlib.contextmanager
-    def program(_config, _folder, facts, _settings):
-        seen.append(facts)
-        yield lambda _line: None
-
+    program = MagicMock()
     monkeypatch.setattr(loop, "wandb_run", program)
     for place in ("s3://bucket/run", str(tmp_path)):
         for host in ("one", "other"):
             monkeypatch.setattr(loop.socket, "gethostname", lambda host=host: host)
-            one = worker(tmp_path, metrics={"wandb": {"mode": "offline"}})
-            one.config = one.config.model_copy(update={"run": place})
-            with one.recording(0):
+            recorded = worker(tmp_path, metrics={"wandb": {"mode": "offline"}})
+            recorded.config = recorded.config.model_copy(update={"run": place})
+            with recorded.recording(0):
                 pass
-    assert seen[0] == seen[1]
-    assert [facts.get("host") for facts in seen] == [None, None, "one", "other"]
+    facts = [call.args[2] for call in program.call_args_list]
+    assert facts[0] == facts[1]
+    assert [run.get("host") for run in facts] == [None, None, "one", "other"]
 
 
+# By step: nothing after 4 is better until 10, nothing after that at all.
 MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6, 18: 0.7}
-"""By step: nothing after 4 is better until 10, nothing after that at all."""
 
 
 def patient(run, patience=2):
@@ -329,15 +298,14 @@ def go_on(one, kill_after=None):
         if done == 0:
             saving.scored(0, {"mrr": 1.0}, rows=np.ones(1))  # of the start, which no step has to beat
         for step in range(done + 1, 19):
-            scores = {"mrr": MRR[step]} if step in MRR else {}
-            if scores:
+            if scores := {"mrr": MRR[step]} if step in MRR else {}:
                 records.add("validation", step, scores)
                 saving.scored(step, scores)
             if saving.after_step(step, scores, stop=False):
                 return step, saving.early
             saving.saver.wait()
             if step == kill_after:
-                return None
+                break
     return None
 
 
@@ -369,6 +337,6 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
     assert go_on(on("two")) == (8, True)
     third = on("three")
     assert (third.train(), third.checkpointing.early) == (8, True)
-    found = [checkpoint.steps_in(third.run / "checkpoints")]
+    assert checkpoint.steps_in(third.run / "checkpoints") == [8]
     store_of(third.config.run, third.run).fetch_best("mrr")
-    assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
+    assert checkpoint.steps_in(third.run / "checkpoints") == [4]

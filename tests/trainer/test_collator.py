@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -47,31 +46,25 @@ def test_huge_sets_stay_one_to_one_and_inside(seed, size, items):
     assert (permute(seed, np.zeros(len(items), np.int64), image, size, inverse=True) == items).all()
 
 
-def test_epochs_and_seeds_differ():
+def test_plan_order_differs_with_epoch_and_seed_and_looks_uniform():
+    """Each document is equally likely at each place, over epochs: chi-square with 10 x 10 cells."""
     orders = [permute(seed, np.full(100, epoch), np.arange(100), 100) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
     assert all((order != np.arange(100)).any() for order in orders)
-
-
-def test_plan_order_looks_uniform():
-    """Each document is equally likely at each place, over epochs: chi-square with 10 x 10 cells."""
     size, epochs = 10, 4000
     image = permute(3, np.repeat(np.arange(epochs), size), np.tile(np.arange(size), epochs), size)
     counts = np.zeros((size, size))
     np.add.at(counts, (np.tile(np.arange(size), epochs), image), 1)
     assert ((counts - epochs / size) ** 2 / (epochs / size)).sum() < 200  # 81 degrees of freedom: p about 1e-11
+    plan = Plan(seed=0, num_documents=10, batch_documents=3)
+    assert [plan.steps_in(epochs) for epochs in (1, 2, 0.5, 0.01)] == [4, 7, 2, 1]
 
 
 plans = st.builds(Plan, seed=seeds, num_documents=st.integers(1, 50), batch_documents=st.integers(1, 20))
-corpora = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=2, max_size=4)
 mixtures = st.builds(
-    lambda seed, batch, some: Plan(
-        seed, sum(size for size, _ in some), batch, None, *map(tuple, zip(*some, strict=True))
-    ),
-    seeds,
-    st.integers(1, 20),
-    corpora,
-)
+    lambda seed, batch, corpora: Plan(seed, sum(size for size, _ in corpora), batch, None, *zip(*corpora, strict=True)),
+    seeds, st.integers(1, 20), st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=2, max_size=4),
+)  # fmt: skip
 
 
 @given(plans, st.integers(1, 4))
@@ -83,42 +76,25 @@ def test_plan_reads_every_document_once_an_epoch(plan, num_epochs):
         assert sorted(documents[epochs == epoch].tolist()) == list(range(plan.num_documents))
 
 
-@given(plans | mixtures, st.integers(1, 8), st.integers(0, 30), st.integers(1, 5))
-def test_any_world_and_any_start_read_the_same_batches(plan, world_size, first_step, num_steps):
+@given(plans | mixtures, st.integers(1, 8), st.integers(0, 30), st.integers(1, 5), st.integers(0, 10**6))
+def test_any_world_and_any_start_read_the_same_batches_in_which_each_document_is_found(
+    plan, world_size, first_step, num_steps, number
+):
     """Ranks' parts, put together in rank order, are the batch; a run that starts late reads what it would have read."""
-    whole = np.stack(plan.documents(0, first_step + num_steps)).reshape(2, -1, plan.batch_documents)
+    last_step, document = first_step + num_steps, number % plan.num_documents
+    epochs, documents = plan.documents(0, last_step)
+    whole = np.stack([epochs, documents]).reshape(2, -1, plan.batch_documents)
     ranks = []
     for rank in range(world_size):
         start, end = plan.slice(rank, world_size)
-        part = plan.documents(first_step, first_step + num_steps, start, end)
+        part = plan.documents(first_step, last_step, start, end)
         ranks.append(np.stack(part).reshape(2, num_steps, end - start))
     assert (np.concatenate(ranks, axis=2) == whole[:, first_step:]).all()
-
-
-@given(plans | mixtures, st.integers(0, 30), st.integers(0, 10**6))
-def test_the_steps_that_read_a_document_are_those_whose_batches_hold_it(plan, last_step, number):
-    document = number % plan.num_documents
-    epochs, documents = plan.documents(0, last_step)
-    places = np.flatnonzero(documents == document)
-    found_epochs, steps, positions = plan.reads_of(document, last_step)
-    assert found_epochs.tolist() == epochs[places].tolist()
-    assert steps.tolist() == (places // plan.batch_documents + 1).tolist()
-    assert positions.tolist() == (places % plan.batch_documents).tolist()
-
-
-@given(st.integers(1, 50), st.integers(1, 20))
-def test_plan_ranks_share_evenly(batch_documents, world_size):
-    slices = [Plan(0, 100, batch_documents).slice(rank, world_size) for rank in range(world_size)]
-    assert slices[0][0] == 0
-    assert slices[-1][1] == batch_documents
-    assert all(before[1] == after[0] for before, after in pairwise(slices))
-    sizes = [end - start for start, end in slices]
+    sizes = [part.shape[2] for part in ranks]
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2, 7), (0.5, 2), (0.01, 1)])
-def test_plan_of_epochs_has_their_steps(epochs, steps):
-    assert Plan(seed=0, num_documents=10, batch_documents=3).steps_in(epochs) == steps
+    places = np.flatnonzero(documents == document)
+    expected = epochs[places], places // plan.batch_documents + 1, places % plan.batch_documents
+    assert all(map(np.array_equal, plan.reads_of(document, last_step), expected))
 
 
 def test_a_later_run_reads_shards_that_were_prepared_again_in_the_same_folder(tmp_path):
@@ -129,9 +105,9 @@ def test_a_later_run_reads_shards_that_were_prepared_again_in_the_same_folder(tm
         write_prepared(folder, [rows])
         shards = ShardSet(folder, "train")
         chunk = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan(Plan(0, 4, 4), shards, 0, 1, 0, 1), 0)
-        assert sorted(chunk.column("id").to_pylist()) == sorted(shards.take(np.arange(4)).column("id").to_pylist())
-        read.append(set(chunk.column("id").to_pylist()))
-    assert not read[0] & read[1]
+        read += (ids := chunk.column("id").to_pylist())
+        assert sorted(ids) == sorted(shards.take(np.arange(4)).column("id").to_pylist())
+    assert len(set(read)) == 8
 
 
 LENGTHS = [48, 70, 49, 131, 60]
@@ -143,103 +119,55 @@ def rows(batch):
     return [part.tolist() for part in batch.input_ids.split(batch.lengths.tolist())]
 
 
-def expected_rows(collator, table, epochs):
-    """Anchors then positives of every document, cut and wrapped, the slow way."""
-    spans, rows_ = collator.sample(table, epochs), [[], []]
-    tokens = table.column("tokens").to_pylist()
-    for row, text in enumerate(tokens):
-        for kind, found in enumerate((spans.anchors[row], spans.positives[row])):
-            for start, end in found.reshape(-1, 2):
-                content = text[start:end][: collator.max_content]
-                rows_[kind].append([VOCABULARY.bos, *content, VOCABULARY.eos])
-    return rows_[0] + rows_[1]
-
-
-def test_order_cut_and_specials():
+def test_order_cut_and_specials_of_whole_and_chunked_tables():
     collator, table, epochs = tiny_collator(NO_MASKS), documents(LENGTHS, 12), np.array([0, 0, 1, 1, 2])
     batch = collator.collate(table, epochs).spans
-    expected = expected_rows(collator, table, epochs)
+    spans, texts, expected = collator.sample(table, epochs), table.column("tokens").to_pylist(), []
+    for bounds in (spans.anchors, spans.positives):  # cut and wrapped, the slow way
+        for text, row in zip(texts, bounds, strict=True):
+            contents = (text[start:end][: collator.max_content] for start, end in row.reshape(-1, 2))
+            expected += [[VOCABULARY.bos, *content, VOCABULARY.eos] for content in contents]
     assert rows(batch) == expected
     assert batch.lengths.tolist() == [len(row) for row in expected]
     assert max(map(len, expected)) == collator.max_content + 2
     assert min(map(len, expected)) < collator.max_content + 2
     assert len(batch.selected) == len(batch.labels) == 0
+    bare = Vocabulary(size=64, bos=None, eos=None, mask=63, special=(63,))  # without specials, plain tokens are packed
+    plain = type(collator)(**{**vars(collator), "vocabulary": bare}).collate(table, epochs).spans
+    assert [row[1:-1] for row in expected] == rows(plain)
+    chunked = pa.concat_tables([table.slice(0, 2), table.slice(2, 1), table.slice(3)])
+    assert chunked.column("id").num_chunks == 3
+    assert rows(collator.collate(chunked, epochs).spans) == expected
 
 
-def test_collator_without_specials_packs_plain_tokens():
-    vocabulary = Vocabulary(size=64, bos=None, eos=None, mask=63, special=(63,))
-    whole, bare = tiny_collator(NO_MASKS), tiny_collator(NO_MASKS)
-    bare = type(bare)(**{**vars(bare), "vocabulary": vocabulary})
-    table, epochs = documents(LENGTHS, 12), np.zeros(5, np.int64)
-    assert [row[1:-1] for row in rows(whole.collate(table, epochs).spans)] == rows(bare.collate(table, epochs).spans)
-
-
-def test_masks_lie_on_anchors_alone_and_labels_restore_them():
+def test_masks_lie_on_anchors_alone_are_restored_by_labels_and_keyed_by_document_epoch_anchor_and_place():
     collator, plain, table = tiny_collator(HALF_MASKED), tiny_collator(NO_MASKS), documents(LENGTHS, 12)
-    epochs = np.zeros(5, np.int64)
+    epochs = np.array([0, 1, 0, 7, 3])
     masked, original = collator.collate(table, epochs).spans, plain.collate(table, epochs).spans
-    anchors_end = int(masked.lengths[: 5 * 2].sum())
     assert len(masked.selected) > 0
-    assert int(masked.selected.max()) < anchors_end
+    assert int(masked.selected.max()) < int(masked.lengths[: 5 * 2].sum())
     changed = (masked.input_ids != original.input_ids).nonzero()[:, 0]
     assert set(changed.tolist()) <= set(masked.selected.tolist())
     assert torch.equal(original.input_ids[masked.selected], masked.labels)
     assert not torch.isin(masked.labels, torch.tensor(VOCABULARY.special)).any()
     assert (masked.input_ids == VOCABULARY.mask).sum() > 0.6 * len(masked.selected)
-
-
-def test_masks_are_keyed_by_document_epoch_anchor_and_place():
-    collator, plain, table = tiny_collator(HALF_MASKED), tiny_collator(NO_MASKS), documents(LENGTHS, 12)
-    epochs = np.array([0, 1, 0, 7, 3])
     keys = [int.from_bytes(name[:8], "little") for name in table.column("id").to_pylist()]
-    masked, original = rows(collator.collate(table, epochs).spans), rows(plain.collate(table, epochs).spans)
-    for number in range(10):
-        document, anchor = divmod(number, 2)
-        content = np.array(original[number][1:-1])
-        size = len(content)
-        columns = (
-            *(np.full(size, values[document], np.uint64) for values in (keys, epochs)),
-            np.full(size, anchor),
-            np.arange(size),
-        )
-        expected, _ = mask(dict(zip(COLUMNS, (content, *columns), strict=True)), HALF_MASKED.masking)
-        assert masked[number][1:-1] == expected.tolist()
+    for number, (row, content) in enumerate(zip(rows(masked)[:10], rows(original), strict=False)):
+        (document, anchor), content = divmod(number, 2), np.array(content[1:-1])
+        key, epoch = (np.full(len(content), values[document], np.uint64) for values in (keys, epochs))
+        columns = (content, key, epoch, np.full(len(content), anchor), np.arange(len(content)))
+        expected, _ = mask(dict(zip(COLUMNS, columns, strict=True)), HALF_MASKED.masking)
+        assert row[1:-1] == expected.tolist()
 
 
 def test_terms_and_unmasked_anchors_decide_which_spans_are_packed():
     """Unmasked anchors are the originals; MLM alone has no positives."""
     table, epochs = documents(LENGTHS, 12), np.zeros(5, np.int64)
-    settings = {"masking": {"mlm_probability": 0.5}}
-    configs = (
-        HALF_MASKED,
-        NO_MASKS,
-        *(DeclutrConfig(**settings, **more) for more in ({"contrast_unmasked_anchors": True}, {"terms": "mlm"})),
-    )
+    configs = HALF_MASKED, NO_MASKS, DeclutrConfig(**EVERY["unmasked anchors"]), DeclutrConfig(**EVERY["mlm"])
     masked, original, unmasked, only = (tiny_collator(config).collate(table, epochs).spans for config in configs)
     assert rows(unmasked) == rows(masked)[:10] + rows(original)
     assert rows(only) == rows(masked)[:10]
     assert torch.equal(only.labels, masked.labels)
-
-
-@given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 5))
-def test_ranks_batches_hold_the_global_batchs_spans(cuts, epoch):
-    """However the documents are shared out (also none to some), each brings the same spans and masks."""
-    collator, table = tiny_collator(HALF_MASKED), documents(LENGTHS, 12)
-    bounds = [0, *sorted(cuts), len(LENGTHS)]
-    whole = rank_batch(collator, table, epoch=epoch).spans
-    parts = [rank_batch(collator, table, a, b, epoch).spans for a, b in pairwise(bounds)]
-    counts = [(b - a) * 2 for a, b in pairwise(bounds)]
-    pairs = [(rows(part)[:count], rows(part)[count:]) for part, count in zip(parts, counts, strict=True)]
-    assert [row for kind in zip(*pairs, strict=True) for some in kind for row in some] == rows(whole)
-    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
-
-
-def test_chunked_tables_read_like_whole_ones():
-    collator, table = tiny_collator(), documents(LENGTHS, 12)
-    chunked = pa.concat_tables([table.slice(0, 2), table.slice(2, 1), table.slice(3)])
-    assert chunked.column("id").num_chunks == 3
-    epochs = np.zeros(5, np.int64)
-    assert rows(collator.collate(chunked, epochs).spans) == rows(collator.collate(table, epochs).spans)
 
 
 def test_microbatches_cut_between_spans():
@@ -261,77 +189,60 @@ def test_the_digest_adds_up_over_ranks_and_knows_documents_tokens_masks_and_epoc
     assert sum(part.digest() for part in parts) % DIGEST == whole.digest()
     assert collator.collate(table, epochs + 1).spans.digest() != whole.digest()
     assert collator.collate(table.take([1, 0, 2, 3, 4]), epochs).spans.digest() != whole.digest()
-    for changed, place in (("input_ids", 4), ("labels", 0), ("keys", 1)):
-        values = getattr(whole, changed).clone()
+
+    def digest(**tensors):
+        return dataclasses.replace(whole, **tensors).digest()
+
+    for name, place in (("input_ids", 4), ("labels", 0), ("keys", 1), ("selected", -1)):
+        values = getattr(whole, name).clone()
         values[place] += 1
-        assert dataclasses.replace(whole, **{changed: values}).digest() != whole.digest(), changed
-    token, label = whole.input_ids.clone(), whole.labels.clone()
-    place = whole.selected[0]
+        assert digest(**{name: values}) != whole.digest(), name
+    token, label, place = whole.input_ids.clone(), whole.labels.clone(), whole.selected[0]
     assert token[place] != label[0]
     token[place], label[0] = whole.labels[0], whole.input_ids[place]
-    assert dataclasses.replace(whole, input_ids=token, labels=label).digest() != whole.digest(), "exchanged"
-    moved = whole.selected.clone()
-    moved[-1] += 1
-    assert dataclasses.replace(whole, selected=moved).digest() != whole.digest()
+    assert digest(input_ids=token, labels=label) != whole.digest(), "exchanged"
 
 
 COLUMNS = ("ids", "key", "epoch", "anchor", "place")
 
 
-def tokens(count=400):
+def tokens():
     rng = np.random.default_rng(0)
-    return {
-        "ids": rng.integers(0, VOCABULARY.size, count),
-        "key": rng.integers(0, 2**64, count, dtype=np.uint64),
-        "epoch": rng.integers(0, 2**32, count, dtype=np.uint64),
-        "anchor": rng.integers(0, 64, count),
-        "place": rng.integers(0, 512, count),
-    }
+    key, epoch = (rng.integers(0, end, 400, dtype=np.uint64) for end in (2**64, 2**32))
+    ids, anchor, place = (rng.integers(0, end, 400) for end in (VOCABULARY.size, 64, 512))
+    return dict(zip(COLUMNS, (ids, key, epoch, anchor, place), strict=True))
 
 
-def mask(given, config=None, seed=0):
+def mask(columns, config=None, seed=0):
     config = config or MaskingConfig(mlm_probability=0.5)
-    return mask_tokens(config, seed, VOCABULARY, *(given[name] for name in COLUMNS))
+    return mask_tokens(config, seed, VOCABULARY, *(columns[name] for name in COLUMNS))
 
 
 @pytest.mark.parametrize("changed", ["seed", *COLUMNS[1:]])
 def test_masks_depend_on_every_coordinate(changed):
-    """Another seed, document, epoch, anchor or place: independent draws, so half of the choices differ."""
-    given = tokens()
-    given["ids"] = np.full(400, 7)
-    _, selected = mask(given)
+    columns = tokens() | {"ids": np.full(400, 7)}
+    _, selected = mask(columns)
     if changed != "seed":
-        given = given | {changed: given[changed] + given[changed].dtype.type(1)}
-    _, other = mask(given, seed=int(changed == "seed"))
+        columns |= {changed: columns[changed] + columns[changed].dtype.type(1)}
+    _, other = mask(columns, seed=int(changed == "seed"))
     assert 140 < (selected != other).sum() < 260  # 200 expected, 6 standard deviations
 
 
-@pytest.mark.parametrize(
-    ("shares", "kinds"),
-    [
-        ({"mlm_probability": 0.0}, set()),
-        ({"mlm_probability": 1.0, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}, {"mask"}),
-        ({"mlm_probability": 1.0, "mask_replace_prob": 0.0, "random_replace_prob": 0.0}, {"kept"}),
-        ({"mlm_probability": 1.0, "mask_replace_prob": 0.0, "random_replace_prob": 1.0}, {"kept", "mask", "other"}),
-    ],
-)
-def test_shares_at_their_ends(shares, kinds):
-    given = tokens()
-    masked, selected = mask(given, MaskingConfig(**shares))
-    special = np.isin(given["ids"], VOCABULARY.special)
-    assert (selected == (~special & (shares["mlm_probability"] == 1.0))).all()
-    found = np.where(masked == given["ids"], "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
-    assert set(found[selected]) == kinds
+def test_shares_at_their_ends():
+    names, ids = ("mlm_probability", "mask_replace_prob", "random_replace_prob"), tokens()["ids"]
+    for shares, kinds in (
+        ((0.0, 0.8, 0.1), set()),
+        ((1.0, 1.0, 0.0), {"mask"}),
+        ((1.0, 0.0, 0.0), {"kept"}),
+        ((1.0, 0.0, 1.0), {"kept", "mask", "other"}),
+    ):
+        masked, selected = mask(tokens(), MaskingConfig(**dict(zip(names, shares, strict=True))))
+        assert (selected == (~np.isin(ids, VOCABULARY.special) & (shares[0] == 1.0))).all()
+        outcomes = np.where(masked == ids, "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
+        assert set(outcomes[selected]) == kinds
 
 
-MODES = ("fewer_anchors", "shrink_spans")
 OBJECTIVES = {name: values for name, values in EVERY.items() if name != "by name"}
-
-
-def shard_rows(mode, row=None):
-    """Documents as `prepare` leaves them in this mode, or one of them."""
-    table = documents(SHORT_LENGTHS[mode], 12, mode=mode)
-    return table if row is None else table.slice(row, 1)
 
 
 def collator_for(mode, objective, num_anchors=2):
@@ -339,47 +250,33 @@ def collator_for(mode, objective, num_anchors=2):
     return tiny_collator(DeclutrConfig(**objective), spans, mode=mode)
 
 
-def same(found, expected):
-    fields = ("input_ids", "lengths", "selected", "labels", "keys")
-    return all(torch.equal(getattr(found, name), getattr(expected, name)) for name in fields)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
 def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objective):
-    """Tokens, masks and dropout: whatever is not there takes nothing from what is."""
-    one, two = (collator_for("fewer_anchors", objective, number) for number in (1, 2))
+    one_anchor, two = (collator_for("fewer_anchors", objective, number) for number in (1, 2))
+    table = documents(SHORT_LENGTHS["fewer_anchors"], 12, mode="fewer_anchors")
+    fields = ("input_ids", "lengths", "selected", "labels", "keys")
     for row, count in enumerate([1, 2, 1, 2, 1]):
-        table = shard_rows("fewer_anchors", row)
-        expected = one.collate(table, np.zeros(1, np.int64)).spans
-        assert same(two.collate(table, np.zeros(1, np.int64)).spans, expected) == (count == 1)
-    everything = two.collate(shard_rows("fewer_anchors"), np.zeros(5, np.int64)).spans
-    kinds = [7] + [7] * two.config.unmasked_anchors + [14] * two.config.embeds
-    assert everything.num_spans == sum(kinds)
+        pair = [collator.collate(table.slice(row, 1), np.zeros(1, np.int64)).spans for collator in (one_anchor, two)]
+        assert all(torch.equal(*(getattr(spans, name) for spans in pair)) for name in fields) == (count == 1)
+    everything = two.collate(table, np.zeros(5, np.int64)).spans
+    assert everything.num_spans == 7 + 7 * two.config.unmasked_anchors + 14 * two.config.embeds
 
 
-def setup(mode, objective):
+@pytest.mark.parametrize("mode", ["fewer_anchors", "shrink_spans"])
+def test_the_loss_is_that_of_all_documents_views_and_spans_of_other_documents_are_refused(mode):
     encoder = tiny_encoder(dropout=0.2, projection={"kind": "mlp", "size": 6})
-    batch = rank_batch(collator_for(mode, objective), shard_rows(mode))
-    return tiny_train_step(encoder, DeclutrConfig(**objective)), batch
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_loss_is_that_of_all_documents_views(mode):
-    """Each document's views, made alone, one after the other: the order and number of pairs in the global loss."""
-    train_step, batch = setup(mode, OBJECTIVES["unmasked anchors"])
-    [found] = train_step.gradients({"": batch}, 1)
-    collator, objective = collator_for(mode, OBJECTIVES["unmasked anchors"]), train_step.tasks[0].objective
-    batches = [collator.collate(shard_rows(mode, row), np.zeros(1, np.int64)) for row in range(5)]
-    views = [objective.views(train_step.encoder(alone.spans)[0], alone) for alone in batches]
+    table = documents(SHORT_LENGTHS[mode], 12, mode=mode)
+    collator = collator_for(mode, OBJECTIVES["unmasked anchors"])
+    batch, train_step = rank_batch(collator, table), tiny_train_step(encoder, collator.config)
+    [gradients] = train_step.gradients({"": batch}, 1)
+    objective = train_step.tasks[0].objective
+    batches = [collator.collate(table.slice(row, 1), np.zeros(1, np.int64)) for row in range(5)]
+    views = [objective.views(encoder(alone.spans)[0], alone) for alone in batches]
     assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
     expected = contrastive(objective, torch.cat(views))
-    assert deviation([found.terms["contrastive"]], [expected]) < 1e-10
-
-
-def test_spans_of_other_documents_are_refused():
-    train_step, batch = setup("fewer_anchors", OBJECTIVES["both"])
-    spans = train_step.encoder(batch.spans)[0]
-    assert len(train_step.tasks[0].objective.views(spans, batch)) == batch.num_rows == 7
-    for rows in (6, 8):
-        with pytest.raises(ValueError, match=all_of("21 spans", f"{rows} anchors", "3 spans")):
-            train_step.tasks[0].objective.views(spans, rows_of(spans, rows))
+    assert deviation([gradients.terms["contrastive"]], [expected]) < 1e-10
+    spans = encoder(batch.spans)[0]
+    assert len(objective.views(spans, batch)) == batch.num_rows == (7 if mode == "fewer_anchors" else 10)
+    for rows in (batch.num_rows - 1, batch.num_rows + 1):
+        with pytest.raises(ValueError, match=all_of(f"{len(spans)} spans", f"{rows} anchors", "4 spans")):
+            objective.views(spans, rows_of(spans, rows))

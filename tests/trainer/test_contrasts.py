@@ -13,13 +13,13 @@ from tiny import contrastive, declutr, rows_of, tiny_encoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from declutr.trainer.objectives.base import SHARED_ROWS, Gathered, RowShard
+from declutr.trainer.objectives.base import SHARED_ROWS, Gathered, RowShard, implementation_of
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
-from declutr.trainer.objectives.declutr.objective import Declutr, metric_learning_loss, ntxent
-from declutr.trainer.objectives.simcse import Simcse, infonce
+from declutr.trainer.objectives.declutr.objective import metric_learning_loss, ntxent
+from declutr.trainer.objectives.simcse import infonce
 from declutr.trainer.objectives.supcon.config import SupconConfig
-from declutr.trainer.objectives.supcon.objective import Supcon, supcon
+from declutr.trainer.objectives.supcon.objective import supcon
 from declutr.trainer.objectives.text_config import SimcseConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.gradcache import GlobalCounts, GradCache
@@ -52,7 +52,6 @@ def cross_entropy(queries, columns, temperature, own_weight=0.0):
 
 
 def log_softmax(embeddings, labels, temperature):
-    """SupCon's equation over the whole table."""
     rows = F.normalize(embeddings, dim=-1)
     scores = (rows @ rows.T / temperature).masked_fill(torch.eye(len(rows), dtype=torch.bool), float("-inf"))
     same = (labels[:, None] == labels[None]).fill_diagonal_(False)
@@ -61,17 +60,18 @@ def log_softmax(embeddings, labels, temperature):
 
 def embeddings(pairs, size=12, dtype=torch.float64, seed=0):
     """Pairs that resemble each other, so that terms are neither all won nor all lost."""
-    generator = torch.Generator().manual_seed(seed)
-    anchors = torch.randn(pairs, size, generator=generator, dtype=torch.float64)
-    noise = torch.randn(pairs, size, generator=generator, dtype=torch.float64)
+    anchors, noise = randn(2, pairs, size, seed=seed)
     return torch.cat([anchors, anchors + 1.5 * noise]).to(dtype).requires_grad_(True)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 WHOLE = 1024
 
 
 def tiles(rows):
-    """Tiles of this many rows and columns."""
     return patch("declutr.trainer.objectives.base._CPU_TILE", rows)
 
 
@@ -82,23 +82,16 @@ def value_and_gradient(loss, rows, *arguments, tile=WHOLE):
     return value, gradient
 
 
-NOTHING = {
-    "one pair": lambda rows: ntxent(rows[:2], 0.05),
-    "one document": lambda rows: ntxent(rows, 0.2, documents=torch.zeros(3)),
-    "one query": lambda rows: infonce(rows[:1], rows[1:2].detach(), 0.05),
-}
-
-
 @pytest.mark.parametrize("tile", [1, WHOLE])
-@pytest.mark.parametrize("loss", NOTHING.values(), ids=list(NOTHING))
-def test_loss_without_a_negative_is_zero_and_has_no_gradient(loss, tile):
-    value, gradient = value_and_gradient(loss, embeddings(3), tile=tile)
-    assert value == 0
-    assert not gradient.any()
-
-
-@pytest.mark.parametrize("tile", [1, WHOLE])
-def test_queue_is_the_negatives_of_a_single_pair(tile):
+def test_loss_without_a_negative_is_zero_and_has_no_gradient_and_a_queue_has_negatives(tile):
+    for name, loss in {
+        "one pair": lambda rows: ntxent(rows[:2], 0.05),
+        "one document": lambda rows: ntxent(rows, 0.2, documents=torch.zeros(3)),
+        "one query": lambda rows: infonce(rows[:1], rows[1:2].detach(), 0.05),
+    }.items():
+        value, gradient = value_and_gradient(loss, embeddings(3), tile=tile)
+        assert value == 0, name
+        assert not gradient.any(), name
     rows, queue = embeddings(1), embeddings(3, seed=1).detach()
     expected = value_and_gradient(dense, rows, 0.05, queue)
     assert deviation(value_and_gradient(ntxent, rows, 0.05, queue, tile=tile), expected) < 1e-10
@@ -134,42 +127,29 @@ class Watched(TorchDispatchMode):
 
 @pytest.mark.parametrize("queued", [0, 300])
 def test_no_matrix_beyond_a_tile(queued):
-    pairs, tile = 200, 32
-    rows, queue = embeddings(pairs, size=4), embeddings(queued, size=4, seed=1).detach()[:queued]
+    rows, queue, tile = embeddings(200, size=4), embeddings(queued, size=4, seed=1).detach()[:queued], 32
     with Watched() as seen, tiles(tile):
         ntxent(rows, 0.05, queue).backward()
     assert seen.largest == max(tile * tile, rows.numel(), queue.numel())
 
 
-def test_autocast_in_the_backward_pass_changes_nothing():
-    rows = embeddings(9, dtype=torch.float32)
-    (plain,) = torch.autograd.grad(ntxent(rows, 0.05), rows)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        (low,) = torch.autograd.grad(ntxent(rows, 0.05), rows)
-    assert torch.equal(plain, low)
-
-
 def test_half_precision_embeddings_are_normalised_and_compared_in_float32():
     """The embeddings are those that autocast computed; the loss is that of the same numbers in float32."""
-    half = embeddings(19, dtype=torch.bfloat16)
-    queue = embeddings(8, seed=1, dtype=torch.bfloat16).detach()
+    half, queue = embeddings(19, dtype=torch.bfloat16), embeddings(8, seed=1, dtype=torch.bfloat16).detach()
     exact = half.detach().float().requires_grad_(True)
     value, gradient = value_and_gradient(ntxent, half, 0.05, queue)
-    expected, wanted = value_and_gradient(ntxent, exact, 0.05, queue.float())
+    expected, exact_gradient = value_and_gradient(ntxent, exact, 0.05, queue.float())
     assert value.dtype == torch.float32
     assert value == expected
-    assert torch.equal(gradient, wanted.bfloat16())
+    assert torch.equal(gradient, exact_gradient.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # in the backward pass too, it changes nothing
+        assert torch.equal(value_and_gradient(ntxent, exact, 0.05, queue.float())[1], exact_gradient)
 
 
 ROWS = 11
 LABELS = torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5])
 # three rows of one document, two of another, and documents of one row; all 64 bits count
 OWNERS = torch.tensor([5, 5, 1, 0, 2, 5, 1, -7, 7, 3, 6]) << 60
-
-
-def queue_of(views):
-    queue = torch.randn(7, views.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return queue.to(views.dtype)
 
 
 def stacked(views):
@@ -179,66 +159,50 @@ def stacked(views):
 # A loss in tiles, its plain writing, and the arguments of both, from views.
 LOSSES = {
     "ntxent": (ntxent, dense, lambda v: (stacked(v), 0.2, None)),
-    "queue": (ntxent, dense, lambda v: (stacked(v), 0.2, queue_of(v))),
-    "other documents": (
-        partial(ntxent, documents=OWNERS),
-        partial(dense, documents=OWNERS),
-        lambda v: (stacked(v), 0.2, None),
-    ),
+    "queue": (ntxent, dense, lambda v: (stacked(v), 0.2, randn(7, 6, seed=3).to(v.dtype))),
+    "other documents": (*(partial(loss, documents=OWNERS) for loss in (ntxent, dense)), lambda v: (stacked(v), 0.2)),
     "infonce": (infonce, cross_entropy, lambda v: (v[:, 0], v[:, 1], 0.1, 0.0)),
     "hard negatives": (infonce, cross_entropy, lambda v: (v[:, 0], torch.cat([v[:, 1], v[:, 1].roll(1, 1)]), 0.1, 0.7)),
     "supcon": (supcon, log_softmax, lambda v: (stacked(v), LABELS.repeat(2), 0.3)),
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_loss_in_any_tiles_equals_its_plain_writing(name, dtype):
-    """Tiles of one row, ragged at the end, cutting at M and beside it, and one for all."""
-    loss, plain, arguments = LOSSES[name]
-    expected = value_and_gradient(lambda v: plain(*arguments(v)), views_of(torch.float64).requires_grad_())
-    views = views_of(dtype).requires_grad_()
-    for tile in (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, WHOLE):
-        value, gradient = value_and_gradient(lambda v: loss(*arguments(v)), views, tile=tile)
-        assert value.dtype == gradient.dtype == dtype
-        assert deviation([value], expected[:1]) < LIMITS[dtype], tile
-        assert deviation([gradient], expected[1:]) < LIMITS[dtype], tile
+# Rows of each worker (one has none); tiles of one row, ragged at the end, cutting at M and beside it, and one for all.
+BOUNDS = {1: [(0, 11)], 2: [(0, 5), (5, 11)], 3: [(0, 4), (4, 4), (4, 11)]}
+TILES = {1: (1, 3, 5, 7, 10, 11, 12, 20, 21, 22, WHOLE), 2: (1, 3, 8, WHOLE), 3: (1, 3, 8, WHOLE)}
+COUNTED_ROWS = SHARED_ROWS // 8
 
 
-def views_of(dtype):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 2, 6, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def computed(comm, dtype, bounds):
-    """Values and gradients of the losses, of the rows of this rank, by name and tile."""
-    start, end = bounds[comm.rank]
-    found = {}
+def computed(comm, dtype):
+    """Values and gradients of the losses, of the rows of this rank, by name and tile; one worker shares nothing."""
+    (start, end), results = BOUNDS[comm.size][comm.rank], {}
+    row_shard = RowShard(comm, start, end, ROWS) if comm.size > 1 else None
     for name, (loss, _, arguments) in LOSSES.items():
-        for tile in (1, 3, 8, WHOLE):
-            own = views_of(dtype)[start:end].requires_grad_()
+        for tile in TILES[comm.size]:
+            own = randn(ROWS, 2, 6).to(dtype)[start:end].requires_grad_()
             table = comm.all_gather(own.flatten(1), start, ROWS).view(ROWS, 2, -1)
             if table.requires_grad:
                 table.retain_grad()
             with tiles(tile):
-                value = loss(*arguments(table), row_shard=RowShard(comm, start, end, ROWS))
+                value = loss(*arguments(table), row_shard=row_shard)
             value.backward()
             # layers between the views and the loss must see this rank's rows alone
             assert not torch.cat([table.grad[:start], table.grad[end:]]).any()
-            found[name, tile] = value.item(), own.grad
-    return found
+            assert value.dtype == own.grad.dtype == dtype
+            results[name, tile] = value.item(), own.grad
+    return results
 
 
 def counted(comm):
     """Elements of scores that this rank computes, forward and backward, for shared rows and for all."""
-    found, rows = [], COUNTED_ROWS
+    products, rows = [], COUNTED_ROWS
     start, end = rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size
     for row_shard in (None, RowShard(comm, start, end, rows)):
         table = torch.randn(2 * rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
         with Watched() as seen, tiles(16):
             ntxent(table, 0.1, row_shard=row_shard).backward()
-        found.append(seen.products)
-    return found
+        products.append(seen.products)
+    return products
 
 
 def out_of_memory(comm):
@@ -254,32 +218,26 @@ def out_of_memory(comm):
     return torch.cat(exchanges).isnan().tolist(), list(map(str, row_shard.failures))
 
 
-BOUNDS = {1: [(0, 11)], 2: [(0, 5), (5, 11)], 3: [(0, 4), (4, 4), (4, 11)]}
-COUNTED_ROWS = SHARED_ROWS // 8
-
-
 def on_ranks(comm):
-    losses = {dtype: computed(comm, dtype, BOUNDS[comm.size]) for dtype in LIMITS}
+    losses = {dtype: computed(comm, dtype) for dtype in LIMITS}
     return {"losses": losses, "products": counted(comm), "memory": out_of_memory(comm)}
 
 
 @cache
 def results(size):
-    """What each of this many ranks has, which start once for all tests."""
     return run_group(size, on_ranks) if size > 1 else [on_ranks(Communicator())]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("size", BOUNDS)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_shares_add_up_to_the_whole_loss(size, dtype):
-    """A worker may have no rows."""
+def test_shares_in_any_tiles_add_up_to_the_plain_writing(size, dtype):
     ranks = [rank["losses"][dtype] for rank in results(size)]
     for name, (_, plain, arguments) in LOSSES.items():
-        views = views_of(torch.float64).requires_grad_()
+        views = randn(ROWS, 2, 6).requires_grad_()
         expected = plain(*arguments(views))
         expected.backward()
-        for tile in (1, 3, 8, WHOLE):
+        for tile in TILES[size]:
             assert {rank[name, tile][0] for rank in ranks} == {ranks[0][name, tile][0]}, name
             assert ranks[0][name, tile][0] == pytest.approx(expected.item(), rel=LIMITS[dtype]), name
             gradient = torch.cat([rank[name, tile][1] for rank in ranks])
@@ -287,68 +245,45 @@ def test_shares_add_up_to_the_whole_loss(size, dtype):
 
 
 @pytest.mark.dist
-def test_a_worker_computes_its_rows_alone():
+def test_a_worker_computes_its_rows_alone_and_leaves_no_other_waiting_without_memory():
     """M^2 / W scores in each of both passes; all of them have half of M^2, because scores are symmetric."""
+    first, second = (rank["memory"] for rank in results(2))
+    assert first == ([[False, True, False, True]] * 2, [])
+    assert second == (first[0], ["a tile does not fit"])
     scores = (2 * COUNTED_ROWS) ** 2
     for whole, row_shard in (rank["products"] for rank in results(3)):
         assert row_shard == pytest.approx(2 * scores / 3, rel=0.02)
         assert whole == pytest.approx(scores, rel=0.1)
 
 
-PML = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("kind", "config", "shared"),
-    [
-        (Declutr, DeclutrConfig(), True),
-        (Declutr, DeclutrConfig(loss=PML), False),
-        (Simcse, SimcseConfig(), True),
-        (Supcon, SupconConfig(), True),
-        (Supcon, SupconConfig(labels=False, reference_supcon=True), True),
-        (Supcon, SupconConfig(reference_supcon=True), False),
-    ],
-)
-def test_step_shares_the_rows_of_losses_that_can_be_shared(kind, config, shared):
-    """A large batch of two workers; what the losses compute of it is tested above."""
-    objective = kind(config, RunContext(), 4)
-    task = TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0)
-    passes = GradCache(task, 1, rows_of(torch.empty(0), SHARED_ROWS // 2), [])
-    counts = GlobalCounts(selected=0, first_row=SHARED_ROWS // 2, num_rows=SHARED_ROWS)
-    assert (passes._row_shard(counts) is not None) == shared
+def test_step_shares_the_rows_of_losses_that_can_be_shared():
+    shared = DeclutrConfig(), SimcseConfig(), SupconConfig(), SupconConfig(labels=False, reference_supcon=True)
+    by_name = DeclutrConfig(loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"})
+    for config in (*shared, by_name, SupconConfig(reference_supcon=True)):
+        objective = implementation_of(config)(config, RunContext(), 4)
+        task = TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0)
+        passes = GradCache(task, 1, rows_of(torch.empty(0), SHARED_ROWS // 2), [])
+        counts = GlobalCounts(selected=0, first_row=SHARED_ROWS // 2, num_rows=SHARED_ROWS)
+        assert (passes._row_shard(counts) is not None) == (config in shared), config
 
 
-@pytest.mark.dist
-def test_a_worker_without_memory_leaves_no_other_waiting():
-    first, second = (rank["memory"] for rank in results(2))
-    assert first == ([[False, True, False, True]] * 2, [])
-    assert second == (first[0], ["a tile does not fit"])
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("unmasked", [False, True])
-def test_declutr_views_are_anchors_and_mean_positives(unmasked):
+def test_declutr_views_are_anchors_and_mean_positives():
     """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
-    objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
     masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
-    spans = torch.cat([masked, *([plain] if unmasked else []), positives])
-    views = objective.views(spans, rows_of(spans, 4))
-    assert torch.equal(views[:, 0], plain if unmasked else masked)
-    for anchor in range(4):
-        assert deviation([views[anchor, 1]], [positives[3 * anchor : 3 * anchor + 3].mean(0)]) < 1e-15
+    for unmasked, spans in ((False, [masked, positives]), (True, [masked, plain, positives])):
+        objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
+        views = objective.views(torch.cat(spans), rows_of(torch.cat(spans), 4))
+        assert torch.equal(views[:, 0], plain if unmasked else masked)
+        assert deviation([views[:, 1]], [positives.view(4, 3, 5).mean(1)]) < 1e-15
 
 
 def test_queue_holds_the_latest_and_only_as_negatives():
     objective = declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1, size=5)
     assert objective.remembers
-    batches = [randn(2, 2, 5, seed=seed) for seed in range(3)]
     seen = torch.empty(0, 5, dtype=torch.float64)
-    for views in batches:
-        views.requires_grad_(True)
+    for seed in range(3):
+        views = randn(2, 2, 5, seed=seed).requires_grad_()
         value, embeddings = contrastive(objective, views), torch.cat([views[:, 0], views[:, 1]]).detach()
         assert deviation([value], [ntxent(embeddings, 0.3, seen)]) < 1e-12
         before = objective.queue
@@ -362,37 +297,20 @@ def test_queue_holds_the_latest_and_only_as_negatives():
     assert torch.equal(twin.queue, objective.queue)
     twin.restore({})
     assert twin.queue is None
-
-
-def test_the_state_of_another_objective_is_refused():
+    plain = declutr(DeclutrConfig(), 1, 1)
+    assert not plain.remembers
+    assert plain.state() == {}
     with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):
-        declutr().restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
+        plain.restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
 
 
-def test_without_a_queue_nothing_is_kept():
-    objective = declutr(DeclutrConfig(), 1, 1)
-    assert not objective.remembers
-    assert objective.state() == {}
+def test_wrong_arguments_and_losses_with_class_weights_are_named_and_a_miner_chooses_what_counts():
+    def metric_loss(loss, **settings):
+        return metric_learning_loss(MetricLearningConfig(kind="pytorch_metric_learning", loss=loss, **settings))
 
-
-def metric_loss(**given):
-    return metric_learning_loss(MetricLearningConfig(kind="pytorch_metric_learning", **given))
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
-        ("NTXentLoss", {"temperatur": 0.05}, ("objective.loss NTXentLoss", "miner None", "'temperatur'")),
-        ("ArcFaceLoss", {"num_classes": 4, "embedding_size": 5}, ("objective.loss = ArcFaceLoss", "class weights")),
-    ],
-)
-def test_wrong_arguments_and_losses_with_class_weights_are_named(name, arguments, told):
-    with pytest.raises(ValueError, match=all_of(told)):
-        metric_loss(loss=name, loss_arguments=arguments)
-
-
-def test_a_miner_chooses_what_counts():
-    embeddings = randn(12, 5)
-    plain = metric_loss(loss="TripletMarginLoss")(embeddings)
-    mined = metric_loss(loss="TripletMarginLoss", miner="BatchHardMiner")(embeddings)
-    assert mined > plain
+    with pytest.raises(ValueError, match=all_of("objective.loss NTXentLoss", "miner None", "'temperatur'")):
+        metric_loss("NTXentLoss", loss_arguments={"temperatur": 0.05})
+    with pytest.raises(ValueError, match=all_of("objective.loss = ArcFaceLoss", "class weights")):
+        metric_loss("ArcFaceLoss", loss_arguments={"num_classes": 4, "embedding_size": 5})
+    plain, mined = metric_loss("TripletMarginLoss"), metric_loss("TripletMarginLoss", miner="BatchHardMiner")
+    assert mined(randn(12, 5)) > plain(randn(12, 5))

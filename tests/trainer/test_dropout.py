@@ -14,14 +14,15 @@ from declutr.trainer.data.packedbatch import TokenRates, TokenTable, drops, limi
 from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
 
 TOKENS, FEATURES = 4096, 256
-CPU = torch.device("cpu")
 
 
-def masks(p, layer=3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    spans = torch.randint(-(2**31), 2**31, (TOKENS // 64,), generator=generator).to(torch.int32)
-    keys = TokenTable.of(torch.full((TOKENS // 64,), 64), spans, None).keys
-    return drops(keys[:, None] + words(layer, FEATURES, CPU), limit(p))
+def random_keys(count, seed=0):
+    return torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+
+
+def masks(p, layer=3):
+    keys = TokenTable.of(torch.full((TOKENS // 64,), 64), random_keys(TOKENS // 64), None).keys
+    return drops(keys[:, None] + words(layer, FEATURES, torch.device("cpu")), limit(p))
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -38,69 +39,51 @@ def test_dropout_has_its_share_and_is_independent(p):
 
 
 def test_an_element_is_dropped_by_the_plain_mix_of_its_word():
-    given = [*np.random.default_rng(0).integers(0, 2**32, 200).tolist(), 1, 2**16, 2**31]
-
     def mixed(word):
         word ^= signed(word) >> 16 & 0xFFFFFFFF  # the sign is shifted in
         word = word * 0x7FEB352D & 0xFFFFFFFF
         word ^= signed(word) >> 15 & 0xFFFFFFFF
         return signed(word * 0x846CA68B & 0xFFFFFFFF)
 
-    found = drops(torch.tensor([signed(word) for word in given], dtype=torch.int32), limit(0.3))
-    assert found.tolist() == [mixed(word) < limit(0.3) for word in given]
+    numbers = [*np.random.default_rng(0).integers(0, 2**32, 200).tolist(), 1, 2**16, 2**31]
+    dropped = drops(torch.tensor([signed(word) for word in numbers], dtype=torch.int32), limit(0.3))
+    assert dropped.tolist() == [mixed(word) < limit(0.3) for word in numbers]
 
 
-def test_a_token_keeps_its_mask_in_any_company():
-    keys = DropoutKeys()
-    tokens = torch.randint(-(2**31), 2**31, (7,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    layer = KeyedDropout(0.4, 0, keys, FEATURES).train()
-    hidden = torch.ones(7, FEATURES)
-    keys.tokens = tokens
+def test_every_dropout_layer_is_replaced_once_and_a_token_keeps_its_mask_in_any_company():
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.2))
+    model, keys, tokens = torch.nn.Sequential(torch.nn.Dropout(0.4), inner), DropoutKeys(), random_keys(7, seed=1)
+    key_dropout(model, keys, FEATURES)
+    layers = [module for module in model.modules() if isinstance(module, KeyedDropout)]
+    assert [(layer.p, layer.layer) for layer in layers] == [(0.4, 0), (0.2, 1)]
+    assert not any(isinstance(module, torch.nn.Dropout) for module in model.modules())
+    layer, hidden, keys.tokens = layers[0].train(), torch.ones(7, FEATURES), tokens
     together = layer(hidden)
     keys.tokens = tokens[3:5]
-    apart = layer(hidden[3:5])
-    assert torch.equal(together[3:5], apart)
+    assert torch.equal(together[3:5], layer(hidden[3:5]))
     assert set(together.unique().tolist()) == {0.0, np.float32(1 / 0.6).item()}
 
 
 def test_without_keys_it_refuses_and_in_evaluation_it_is_silent():
-    layer = KeyedDropout(0.4, 0, DropoutKeys(), 3)
-    hidden = torch.ones(2, 3)
+    layer, hidden = KeyedDropout(0.4, 0, DropoutKeys(), 3), torch.ones(2, 3)
     assert layer.eval()(hidden) is hidden
     with pytest.raises(RuntimeError, match=all_of("SpanBatch.keys", "missing")):
         layer.train()(hidden)
-
-
-def test_values_of_no_span_are_kept_in_any_batch():
-    """Their number may be that of a batch's tokens or spans."""
-    keys = DropoutKeys()
-    layer = KeyedDropout(0.4, 0, keys, 3).train()
-    distances = torch.ones(8, 3)
+    # values of no span are kept in any batch; their number may be that of its tokens or spans
+    layer.keys, distances = DropoutKeys(), torch.ones(8, 3)
     for shape in ((1, 8), (8, 5), (2, 4)):
-        keys.tokens = torch.ones(shape, dtype=torch.int32)
+        layer.keys.tokens = torch.ones(shape, dtype=torch.int32)
         assert layer(distances) is distances
-
-
-def test_every_dropout_layer_is_replaced_once():
-    model = torch.nn.Sequential(
-        torch.nn.Dropout(0.1), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.2))
-    )
-    key_dropout(model, DropoutKeys(), 2)
-    found = [module for module in model.modules() if isinstance(module, KeyedDropout)]
-    assert [(layer.p, layer.layer) for layer in found] == [(0.1, 0), (0.2, 1)]
-    assert not any(isinstance(module, torch.nn.Dropout) for module in model.modules())
 
 
 LENGTHS = [5, 9, 3, 9, 7, 12]
 FAMILIES = ("roberta", "bert", "modernbert")
 
 
-def spans(rates=None, lengths=LENGTHS):
-    """Spans with keys, and with the same rates for all of them or a table of rates."""
-    batch = random_spans(lengths)
-    keys = torch.arange(1, len(lengths) + 1, dtype=torch.int32) * 77777
-    table = None if rates is None else torch.tensor(rates, dtype=torch.float64).expand(len(lengths), 2)
-    return dataclasses.replace(batch, keys=keys, rates=table)
+def spans(rates=None):
+    keys = torch.arange(1, len(LENGTHS) + 1, dtype=torch.int32) * 77777
+    table = None if rates is None else torch.tensor(rates, dtype=torch.float64).expand(len(LENGTHS), 2)
+    return dataclasses.replace(random_spans(LENGTHS), keys=keys, rates=table)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -116,7 +99,6 @@ def test_rates_of_spans_are_those_of_layers(family, layout):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_and_microbatches_drop_the_same(family):
-    """With attention dropout, packed and padded agree, and a span alone has its hidden states of the batch."""
     table = [[0.1, 0.3], [0.4, 0.0], [0.0, 0.2], [0.05, 0.15], [0.2, 0.2], [0.0, 0.0]]
     for rates in (None, table):
         settings = {"dropout": 0.2, "attention_dropout": 0.3}
@@ -141,38 +123,31 @@ def test_a_rate_of_zero_drops_nothing_and_evaluation_ignores_rates(layout):
 def test_heads_that_share_keys_drop_in_the_padded_layout():
     """EuroBERT with two query heads for one key head; at a rate of almost 0 it is the encoder without dropout."""
     shape = {**SHARED["eurobert"], "model_type": "eurobert", "num_key_value_heads": 1}
-    settings = {"from_config": shape, "layout": "padded"}
-    found = [tiny_encoder(attention_dropout=rate, **settings).hidden(spans()) for rate in (1e-9, 0.0)]
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)  # rotary in float32
+    encoders = (tiny_encoder(attention_dropout=rate, from_config=shape, layout="padded") for rate in (1e-9, 0.0))
+    torch.testing.assert_close(*(encoder.hidden(spans()) for encoder in encoders), atol=1e-5, rtol=1e-5)  # rotary
 
 
-def test_dropout_of_two_views_has_its_shares_and_is_independent():
-    """Each view drops its share, and what one drops says nothing about the other (chi-square, 99.9%)."""
+def layer_with(rates, lengths, keys, features):
+    table, lengths = DropoutKeys(), torch.tensor(lengths)
+    table.tokens = TokenTable.of(lengths, keys, None).keys
+    table.hidden = TokenRates.of(torch.tensor(rates, dtype=torch.float64), lengths)
+    return KeyedDropout(0.0, 3, table, features).train()
+
+
+def test_dropout_of_two_views_has_its_shares_is_independent_and_keeps_the_mean_in_half_precision():
     rates, features, length = (0.05, 0.155), 128, 64
-    for some, expected in (([0.0, 0.3], True), ([0.0, 0.0], False)):
-        assert TokenRates.of(torch.tensor(some, dtype=torch.float64), torch.tensor([1, 2])).any == expected
-    keys = torch.randint(-(2**31), 2**31, (64,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    lengths = torch.full((64,), length)
-    held = DropoutKeys()
-    layer = KeyedDropout(0.0, 3, held, features).train()
-    held.tokens = TokenTable.of(lengths, keys, None).keys
-    held.hidden = TokenRates.of(torch.tensor(rates, dtype=torch.float64).repeat(32), lengths)
+    for pair, expected in (([0.0, 0.3], True), ([0.0, 0.0], False)):
+        assert TokenRates.of(torch.tensor(pair, dtype=torch.float64), torch.tensor([1, 2])).any == expected
+    layer = layer_with(rates * 32, [length] * 64, random_keys(64), features)
     dropped = (layer(torch.ones(64 * length, features)) == 0).view(32, 2, length, features).numpy()
     first, second = dropped[:, 0].ravel(), dropped[:, 1].ravel()
     size = first.size
-    for found, rate in ((first, rates[0]), (second, rates[1])):
-        assert abs(found.mean() - rate) < 4 * np.sqrt(rate * (1 - rate) / size)
+    for view, rate in ((first, rates[0]), (second, rates[1])):
+        assert abs(view.mean() - rate) < 4 * np.sqrt(rate * (1 - rate) / size)
     counts = np.array([[(first & second).sum(), (first & ~second).sum()], [(~first & second).sum(), 0]])
     counts[1, 1] = size - counts.sum()
     expected = counts.sum(1, keepdims=True) * counts.sum(0, keepdims=True) / size
     assert ((counts - expected) ** 2 / expected).sum() < chi2.ppf(0.999, 1)
-
-
-def test_kept_values_keep_their_mean_in_half_precision():
-    """The factor 1 / (1 - p) is applied in float32: bfloat16 has no number near 1 / 0.85."""
-    held = DropoutKeys()
-    layer = KeyedDropout(0.0, 0, held, 4).train()
-    held.tokens, lengths = torch.arange(3, dtype=torch.int32), torch.tensor([3])
-    held.hidden = TokenRates.of(torch.tensor([0.15], dtype=torch.float64), lengths)
-    kept = layer(torch.full((3, 4), 0.85, dtype=torch.bfloat16)).unique().tolist()
-    assert kept[-1] == pytest.approx(float(torch.tensor(0.85, dtype=torch.bfloat16)) / 0.85, rel=2**-8)
+    # The factor 1 / (1 - p) is applied in float32: bfloat16 has no number near 1 / 0.85.
+    layer, value = layer_with([0.15], [3], random_keys(1), 4), torch.full((3, 4), 0.85, dtype=torch.bfloat16)
+    assert layer(value).unique().tolist()[-1] == pytest.approx(value[0, 0].item() / 0.85, rel=2**-8)

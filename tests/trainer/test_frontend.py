@@ -16,6 +16,7 @@ from messages import all_of, says
 from PIL import Image, ImageOps
 from preparing import prepare_media, prepare_rows
 from rows import image_rows
+from textruns import IMAGE, IMAGES
 from tiny import VOCABULARY, family_encoder, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
@@ -40,14 +41,18 @@ from declutr.trainer.train import run_training
 SIZES = {"patch_size": (4, 4), "image_size": 8}
 
 
-def clips(**frontend):
+def clips():
     """Clips of real images, whose lengths are made to differ by leaving out the last patches of some."""
-    context = RunContext(frontend=FrontendConfig(**(SIZES | frontend)))
+    context = RunContext(frontend=FrontendConfig(**SIZES))
     collator = Supcon(SupconConfig(), context, 8).collator(VOCABULARY, 9)
     batch = collator.collate(image_rows([(9, 9)] * 3), np.zeros(3, np.int64)).spans
     kept = torch.cat([torch.arange(5 * i, 5 * i + size) for i, size in enumerate((5, 3, 5, 2, 4, 5))])
     lengths = torch.tensor([5, 3, 5, 2, 4, 5])
     return type(batch)(batch.values[kept], batch.places[kept], lengths, batch.keys)
+
+
+def frontend_of(width=16, normal=(0.5, 0.5), **settings):
+    return Frontend(FrontendConfig(**(SIZES | settings)), 48, 4, width, 0, normal)
 
 
 READING = [family for family in PACKED | PADDED if family != "longformer"]
@@ -57,7 +62,7 @@ READING = [family for family in PACKED | PADDED if family != "longformer"]
 def test_every_family_reads_patches(family):
     """Clips together equal clips one by one, depend on their patches, and leave the embeddings of tokens alone."""
     encoder, batch = family_encoder(family, mlm=False), clips()
-    frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0, (0.5, 0.5)).double()
+    frontend = frontend_of(width=embedding_width(encoder.model)).double()
     together = encoder(batch, frontend)[0]
     alone = torch.cat([encoder(batch.span_slice(i, i + 1), frontend)[0] for i in range(batch.num_spans)])
     assert deviation([together], [alone]) < (1e-6 if family in PADDED else 1e-12)  # some write masks in float32
@@ -69,32 +74,17 @@ def test_every_family_reads_patches(family):
     assert not [name for name in touched if "embed" in name.split(".")[0] and "project" not in name]
 
 
-@pytest.mark.parametrize("family", ["bert", "albert", "mpnet", "longformer"])
-def test_an_encoder_that_cannot_read_patches_is_found(family):
+def test_an_encoder_that_cannot_read_patches_is_found():
     """Longformer pads its input again, behind the frontend."""
-    encoder = family_encoder(family, torch.float32, mlm=False)
-    frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0)
-    problem = patch_problem(encoder, frontend)
-    assert (problem is None) == (family in READING)
-    if problem is not None:
-        says(problem, "model type longformer", "patches")
-
-
-def test_bert_layers_are_drawn_as_released():
-    """`bert.encoder` on the hidden states themselves, as VisualCSE calls it."""
-    encoder = tiny_encoder(dropout=0.0, pooling="cls")
-    frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0).double()
-    batch = clips().span_slice(0, 1)
-    layers = encoder.model.base_model.encoder
-    encoder.set_layout(encoder.config.model_copy(update={"layout": "padded"}))
-    expected = layers(frontend(batch)[None])
-    expected = (expected.last_hidden_state if hasattr(expected, "last_hidden_state") else expected[0])[:, 0]
-    assert deviation([encoder(batch, frontend)[0]], [expected]) < 1e-12
+    for family in ("bert", "albert", "mpnet", "longformer"):
+        encoder = family_encoder(family, torch.float32, mlm=False)
+        problem = patch_problem(encoder, frontend_of(width=embedding_width(encoder.model)))
+        assert (problem is None) == (family in READING)
+    says(problem, "model type longformer", "patches")
 
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory):
-    """A folder with a small ViT."""
     folder = tmp_path_factory.mktemp("vit")
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     torch.manual_seed(0)
@@ -103,21 +93,23 @@ def vit(tmp_path_factory):
 
 
 def patches_of(images):
-    """Patches of two images of 8 x 8 pixels, `(8, 48)`."""
     return images.view(2, 2, 4, 2, 4, 3).permute(0, 1, 3, 5, 2, 4).reshape(8, 48)
 
 
-def test_embeddings_equal_those_of_vit(vit):
-    settings = FrontendConfig(**SIZES, pretrained=str(vit))
-    frontend = Frontend(settings, 48, 4, 16, 0, (0.5, 0.5))
+def test_embeddings_equal_those_of_vit_and_layers_are_those_of_bert(vit):
+    """`bert.encoder` on the hidden states themselves, as VisualCSE calls it."""
+    frontend = frontend_of(pretrained=str(vit))
     load_vit(frontend)
-    batch = clips()
     pixels = torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8)
     values = torch.cat([torch.zeros(2, 1, 48, dtype=torch.uint8), patches_of(pixels).view(2, 4, 48)], dim=1)
-    values = values.reshape(10, 48)
-    ours = frontend(type(batch)(values, torch.arange(5).repeat(2), torch.tensor([5, 5])))
+    ours = frontend(PatchBatch(values.reshape(10, 48), torch.arange(5).repeat(2), torch.tensor([5, 5])))
     theirs = ViTModel.from_pretrained(vit).embeddings((pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5)
     assert deviation([ours], [theirs.reshape(10, 16)]) < 1e-5
+    encoder, batch = tiny_encoder(dropout=0.0, pooling="cls", layout="padded"), clips().span_slice(0, 1)
+    frontend = frontend_of(width=embedding_width(encoder.model)).double()
+    expected = encoder.model.base_model.encoder(frontend(batch)[None])
+    expected = (expected.last_hidden_state if hasattr(expected, "last_hidden_state") else expected[0])[:, 0]
+    assert deviation([encoder(batch, frontend)[0]], [expected]) < 1e-12
 
 
 def test_every_channel_has_its_mean_and_deviation():
@@ -127,43 +119,32 @@ def test_every_channel_has_its_mean_and_deviation():
     normal = (pixels.double() / 255 - torch.tensor(mean).double()) / torch.tensor(std).double()
 
     def states(values, **settings):
-        frontend = Frontend(FrontendConfig(**SIZES, **settings), 48, 4, 16, 0, (0.0, 1.0)).double()
+        frontend = frontend_of(normal=(0.0, 1.0), **settings).double()
         return frontend(PatchBatch(values, torch.arange(1, 5).repeat(2), torch.tensor([4, 4])))
 
     patches = patches_of(pixels)
-    given = states(patches, mean=mean, std=std)
-    assert deviation([given], [states(patches_of(normal))]) < 1e-6
-    assert deviation([given], [states(patches, mean=0.456, std=0.224)]) > 1e-3
+    whole = states(patches, mean=mean, std=std)
+    assert deviation([whole], [states(patches_of(normal))]) < 1e-6
+    assert deviation([whole], [states(patches, mean=0.456, std=0.224)]) > 1e-3
     assert torch.equal(states(patches, mean=0.4, std=0.2), states(patches, mean=(0.4,) * 3, std=(0.2,) * 3))
-    assert "mean" not in Frontend(FrontendConfig(mean=mean, std=std), 48, 4, 16, 0).state_dict()
+    assert "mean" not in frontend_of(mean=mean, std=std).state_dict()
 
 
-@pytest.mark.parametrize(
-    ("changes", "width", "message"),
-    [
-        ({"image_size": 12}, 16, ("image_size is 8", "12")),
-        ({"patch_size": (2, 2)}, 16, ("patch_size is 4", "2")),
-        ({}, 24, ("hidden_size is 16", "24", "ViT")),
-    ],
-)
-def test_a_vit_that_does_not_fit_is_refused(vit, changes, width, message):
-    frontend = Frontend(FrontendConfig(**(SIZES | changes), pretrained=str(vit)), 48, 4, width, 0)
-    with pytest.raises(EncoderError, match=all_of(message)):
-        load_vit(frontend)
-
-
-def test_another_model_is_no_vit(tmp_path):
+def test_another_model_and_a_vit_that_does_not_fit_or_is_beyond_the_bounds_of_a_model_are_refused(vit, tmp_path):
+    for changes, message in (
+        ({"image_size": 12}, ("image_size is 8", "12")),
+        ({"patch_size": (2, 2)}, ("patch_size is 4", "2")),
+        ({"width": 24}, ("hidden_size is 16", "24", "ViT")),
+    ):
+        with pytest.raises(EncoderError, match=all_of(message)):
+            load_vit(frontend_of(pretrained=str(vit), **changes))
     BertConfig().save_pretrained(tmp_path)
-    frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(tmp_path)), 48, 4, 16, 0)
     with pytest.raises(EncoderError, match=all_of("type bert", "vit")):
-        load_vit(frontend)
-
-
-def test_a_vit_beyond_the_bounds_of_a_model_is_refused(vit, tmp_path):
+        load_vit(frontend_of(pretrained=str(tmp_path)))
     folder = shutil.copytree(vit, tmp_path / "vit")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 5000}))
-    frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(folder)), 48, 4, 16, 0)
+    frontend = frontend_of(pretrained=str(folder))
     with pytest.raises(DamagedError, match=all_of("num_hidden_layers = 5000", "1,000")):
         load_vit(frontend)
     os.mkfifo(folder / "weights.json")
@@ -176,9 +157,8 @@ AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds"
 
 def test_every_frame_of_the_longest_clip_has_a_position():
     """Also if the distance of frames is no whole number of samples, which `prepare` cuts."""
-    config = FrontendConfig(patch_size=(1, 20))
+    config, samples = FrontendConfig(patch_size=(1, 20)), np.random.default_rng(0).normal(size=11_025)
     content = AudioContent.model_validate(AUDIO | {"sample_rate": 11_025, "hop_length_ms": 1.04})
-    samples = np.random.default_rng(0).normal(size=11_025)
     assert len(log_mel(samples, content)) == len(new_frontend(config, content, 16, 0).positions) - 1
     whole = AudioContent.model_validate(AUDIO | {"max_seconds": 10.24})
     assert len(new_frontend(config, whole, 16, 0).positions) == 1 + 1024
@@ -199,26 +179,22 @@ def test_nearest_accuracy_counts_neighbours_of_the_same_label_and_ties_as_wrong(
 
 
 def validator_of(folder, manifest, encoder, **settings):
-    shards = ShardSet(folder, "held-out")
     config = FrontendConfig(image_size=16, patch_size=(8, 8))
     objective = Supcon(SupconConfig(**settings), RunContext(frontend=config), encoder.embedding_size)
-    frontend = new_frontend(config, manifest.content, embedding_width(encoder.model), 0)
-    dtype = next(encoder.parameters()).dtype
-    settings = 30, Communicator(), torch.device("cpu"), frontend.to(dtype)
-    return objective.validator(HeldOutSplit(shards, VOCABULARY, 30, *settings))
+    frontend = new_frontend(config, manifest.content, embedding_width(encoder.model), 0).double()
+    held_out, device = ShardSet(folder, "held-out"), torch.device("cpu")
+    return objective.validator(HeldOutSplit(held_out, VOCABULARY, 30, 30, Communicator(), device, frontend))
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory):
     """Pictures of two classes that any encoder tells apart: dark ones and bright ones."""
-    change = {"dark": (0, 60), "bright": (200, 255)}
-    gray = [picture(number, (20, 18)).convert("L") for number in range(60)]
-    files = {
-        f"{name}/{number}.png": stored(ImageOps.colorize(one, *((v,) * 3 for v in two)))
-        for name, two in change.items()
-        for number, one in enumerate(gray)
-    }
-    return prepare_media(tmp_path_factory.mktemp("classes"), {"kind": "images", "shortest_edge": 18}, files)
+    files = {}
+    for number in range(60):
+        gray = picture(number, (20, 18)).convert("L")
+        for name, low, high in (("dark", 0, 60), ("bright", 200, 255)):
+            files[f"{name}/{number}.png"] = stored(ImageOps.colorize(gray, (low,) * 3, (high,) * 3))
+    return prepare_media(tmp_path_factory.mktemp("classes"), IMAGES, files)
 
 
 def test_labels_of_held_out_images_are_found_again_without_augmentation_and_without_a_trace(classes):
@@ -226,16 +202,16 @@ def test_labels_of_held_out_images_are_found_again_without_augmentation_and_with
     encoder = tiny_encoder(dropout=0.1).train()
     before = [parameter.clone() for parameter in encoder.parameters()]
     validator = validator_of(folder, manifest, encoder)
-    found = validator.scores(encoder)
-    assert found["nn_accuracy"] > 0.9
-    assert found == validator.scores(encoder)
+    scores = validator.scores(encoder)
+    assert scores["nn_accuracy"] > 0.9
+    assert scores == validator.scores(encoder)
     assert encoder.training
     assert all(torch.equal(old, new) for old, new in zip(before, encoder.parameters(), strict=True))
     table = validator.held_out.shards.take(validator.rows)
     views = np.frombuffer(b"".join(validator.views(table)["views"].to_pylist()), np.uint8).reshape(-1, 2, 16, 16, 3)
-    for raw, (one, other) in zip(table["image"].to_pylist(), views, strict=True):  # no crop, no other colour
+    for raw, (first, second) in zip(table["image"].to_pylist(), views, strict=True):  # no crop, no other colour
         whole = np.asarray(Image.open(io.BytesIO(raw)).resize((16, 16), Image.Resampling.BILINEAR))
-        assert ((one == whole) & (other == whole)).all()
+        assert ((first == whole) & (second == whole)).all()
     with torch.no_grad():
         next(encoder.parameters()).fill_(torch.nan)
         encoder.model.base_model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
@@ -248,37 +224,27 @@ def test_rows_without_labels_must_find_their_other_view_if_it_differs(tmp_path):
     sounds = prepare_media(tmp_path / "sounds", AUDIO, clips)
     assert validator_of(*sounds, encoder, labels=False) is None
     masks = MaskConfig(time_mask=2, freq_mask=2)
-    found = validator_of(*sounds, encoder, labels=False, masks=masks, mixup=0.5).scores(encoder)
-    assert 0 < found["nn_accuracy"] <= 1
+    assert 0 < validator_of(*sounds, encoder, labels=False, masks=masks, mixup=0.5).scores(encoder)["nn_accuracy"] <= 1
     images = {f"{number}.png": png(number, (20, 18)) for number in range(40)}
-    pictures = prepare_media(tmp_path / "images", {"kind": "images", "shortest_edge": 18, "label": None}, images)
+    pictures = prepare_media(tmp_path / "images", IMAGES | {"label": None}, images)
     assert 0 <= validator_of(*pictures, encoder, labels=False).scores(encoder)["nn_accuracy"] <= 1
-
-
-def test_summary_names_the_accuracy_before_and_after():
-    first = {"image_nn_accuracy": 0.25, "mrr": 0.5, "audio_nn_accuracy": None}
-    summary = {"first_scores": first, "last_scores": first | {"image_nn_accuracy": 0.75, "audio_nn_accuracy": 0.5}}
-    assert neighbours_of(summary) == ["image_nn_accuracy 0.2500 at the start, 0.7500 at the end"]
-    assert neighbours_of({"first_scores": {}, "last_scores": {}}) == []
 
 
 @pytest.mark.slow
 def test_run_with_images_has_the_accuracy_before_and_after(classes, tmp_path):
     texts = [{"text": f"words of the sentence {number} and {number % 7} more"} for number in range(60)]
     data, _ = prepare_rows(tmp_path / "sentences", "sentences", texts)
-    image = {"data": str(classes[0]), "objective": {"kind": "supcon"}, "batch_documents": 4}
+    image = IMAGE | {"data": str(classes[0])}
     values = runs.train_values(
-        data,
-        tmp_path / "run",
-        steps=2,
-        objective={"kind": "simcse", "max_tokens": 12},
-        encoder={"dropout": 0.1},
-        auxiliary_tasks={"image": image | {"frontend": {"image_size": 16, "patch_size": [8, 8]}}},
-        validation={"every_steps": 2},
-        scaling={"num_workers": 0},
-    )
+        data, tmp_path / "run", steps=2, objective={"kind": "simcse", "max_tokens": 12}, encoder={"dropout": 0.1},
+        auxiliary_tasks={"image": image}, validation={"every_steps": 2}, scaling={"num_workers": 0},
+    )  # fmt: skip
     del values["spans"]
     summary = run_training(TrainConfig.model_validate(values))
     assert summary["first_scores"]["image_nn_accuracy"] > 0.5
     [line] = neighbours_of(summary)
     assert line.startswith("image_nn_accuracy ")
+    first = {"image_nn_accuracy": 0.25, "mrr": 0.5, "audio_nn_accuracy": None}
+    summary = {"first_scores": first, "last_scores": first | {"image_nn_accuracy": 0.75, "audio_nn_accuracy": 0.5}}
+    assert neighbours_of(summary) == ["image_nn_accuracy 0.2500 at the start, 0.7500 at the end"]
+    assert neighbours_of({"first_scores": {}, "last_scores": {}}) == []

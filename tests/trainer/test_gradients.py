@@ -1,7 +1,5 @@
 """One law for every objective, alone and as tasks of one run: however a batch is cut and shared out, steps are equal.
 
-Then what auxiliary tasks alone have: weights, turns, clips and checkpoints of several parts.
-
 Dropout is on. Workers share rows unevenly, and rows differ in their numbers of spans.
 """
 
@@ -37,19 +35,19 @@ FIXED = [name for name in CASES if not name.startswith("declutr")]  # test_elast
 def gradients(case, **how):
     """Gradients by task and parameter, terms of the loss and sums of MLM by task."""
     train_steps = train_steps_of(case, **how)
-    batch, found, terms = batch_of(case, train_steps), {}, {}
+    batch, by_parameter, terms = batch_of(case, train_steps), {}, {}
     for train_step in train_steps:
         train_step.optimizer.zero_grad(set_to_none=True)
         parts = train_step.gradients(batch, 1)
         reached = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
         parameters = {name: p for name, p in step_parameters(train_step).items() if id(p) in reached}
         train_step.comm.all_reduce_gradients(list(parameters.values()))
-        found |= {f"{train_step.name} {name}": full_tensor(p.grad).clone() for name, p in parameters.items()}
+        by_parameter |= {f"{train_step.name} {name}": full_tensor(p.grad).clone() for name, p in parameters.items()}
         for task, part in zip(train_step.tasks, parts, strict=True):
             terms |= {f"{task.name}_{term}": value.item() for term, value in part.terms.items()}
             terms[f"{task.name} mlm"] = train_step.comm.all_reduce_sum(part.mlm_sum).item()
             terms[f"{task.name} selected"] = part.num_selected
-    return found, terms
+    return by_parameter, terms
 
 
 def stepped(case, **how):
@@ -77,14 +75,13 @@ def equal(found, expected, limit=1e-10):
 
 
 def every_case(comm, sharded, shared_rows):
-    """Gradients in microbatches and steps of whole shares, by case."""
     how = {"comm": comm, "sharded": sharded, "shared_rows": shared_rows}
     return {name: (gradients(CASES[name], tokens=40, **how), stepped(CASES[name], **how)) for name in SHARED}
 
 
 def bits(comm):
     """Tensors of a checkpoint after two steps with fixed-point sums, and the lines of the steps, by case."""
-    comm, found = replace(comm, deterministic=True), {}
+    comm, by_case = replace(comm, deterministic=True), {}
     for name in FIXED:
         train_steps = []
         for plain in train_steps_of(CASES[name], comm):
@@ -92,13 +89,12 @@ def bits(comm):
             reducer = FixedPointReducer(comm, parameters, 99)  # each update has sums of its own
             train_steps.append(replace(plain, tasks=tuple(replace(task, reducer=reducer) for task in plain.tasks)))
         lines = [take(train_steps, batch_of(CASES[name], train_steps, step, unit=1), step).line() for step in (1, 2)]
-        found[name] = lines, collect(train_steps)
-    return found
+        by_case[name] = lines, collect(train_steps)
+    return by_case
 
 
 @cache
 def alone(name):
-    """The gradients of one worker that has all rows, whole."""
     return gradients(CASES[name])
 
 
@@ -108,13 +104,10 @@ def stepped_alone(name):
 
 
 def test_statistics_of_a_batch_do_not_depend_on_microbatches():
-    """BatchNorm's, whole and cut into microbatches of 40 tokens."""
-    whole, pieces = (
-        {name: value for name, value in tensors.items() if "running" in name}
-        for tensors in (stepped_alone("scd")[1], stepped(CASES["scd"], tokens=40)[1])
-    )
-    assert len(whole) == 4
-    assert deviation(*([table[name] for name in whole] for table in (pieces, whole))) < 1e-12
+    whole, pieces = (stepped(CASES["scd"], tokens=tokens)[1] for tokens in (None, 40))
+    names = [name for name in whole if "running" in name]
+    assert len(names) == 4
+    assert deviation(*([table[name] for name in names] for table in (pieces, whole))) < 1e-12
 
 
 @pytest.mark.dist
@@ -124,15 +117,15 @@ def test_statistics_of_a_batch_do_not_depend_on_microbatches():
 )
 def test_steps_are_equal_on_any_number_of_workers(size, sharded, shared_rows):
     """With `shared_rows` of 0, workers share the loss where its objective allows it."""
-    first, *others = run_group(size, every_case, sharded, shared_rows)
-    for name, (found, (lines, tensors)) in first.items():
-        equal(found, alone(name))
+    first, *replicas = run_group(size, every_case, sharded, shared_rows)
+    for name, (gradients_of_case, (lines, tensors)) in first.items():
+        equal(gradients_of_case, alone(name))
         expected_lines, expected = stepped_alone(name)
         for line, expected_line in zip(lines, expected_lines, strict=True):
             assert line == pytest.approx(expected_line | {"padding_share": line["padding_share"]}, rel=1e-9), name
         assert apart(tensors, expected) < 1e-7, name
-        for other in others:  # replicas may not drift apart by even one bit
-            its_lines, its_tensors = other[name][1]
+        for replica in replicas:  # they may not drift apart by even one bit
+            its_lines, its_tensors = replica[name][1]
             assert lines == its_lines, name
             assert all(torch.equal(value, its_tensors[key]) for key, value in tensors.items()), name
 
@@ -147,24 +140,20 @@ def without_memory(comm):
             raise failures.pop()
         return log_sums(scores)
 
-    (train_step,) = train_steps_of(case, comm, shared_rows=0)
-    train_step = with_task(train_step, microbatch=Microbatch(60, automatic=True))
+    train_step = with_task(*train_steps_of(case, comm, shared_rows=0), microbatch=Microbatch(60, automatic=True))
     with patch.object(simcse._Scores, "log_sums", failing):
-        (gradients_of_task,) = train_step.gradients(batch_of(case, [train_step]), 1)
-    return gradients_of_task.terms["contrastive"].item(), train_step.tasks[0].microbatch.max_tokens < 60
+        (task,) = train_step.gradients(batch_of(case, [train_step]), 1)
+    return task.terms["contrastive"].item(), train_step.tasks[0].microbatch.max_tokens < 60
 
 
 @pytest.mark.dist
 def test_a_loss_of_several_sizes_is_repeated_if_a_worker_lacks_memory():
-    expected = alone("simcse with sizes")[1]["_contrastive"]
-    for value, lowered in run_group(2, without_memory):
-        assert value == pytest.approx(expected, rel=1e-10)
-        assert lowered
+    expected = pytest.approx(alone("simcse with sizes")[1]["_contrastive"], rel=1e-10)
+    assert run_group(2, without_memory) == [(expected, True)] * 2
 
 
 @pytest.mark.dist
 def test_fixed_point_sums_have_the_same_bits_with_any_number_of_workers():
-    """The objectives' layers and buffers too."""
     expected = bits(Communicator())
     for results in run_group(3, bits):
         for name, (lines, contents) in results.items():
@@ -177,26 +166,20 @@ def test_fixed_point_sums_have_the_same_bits_with_any_number_of_workers():
 @pytest.mark.parametrize("name", CASES)
 def test_microbatches_layout_and_order_change_nothing(name, layout):
     """Permuting the rows permutes the views; nothing is drawn by their place."""
-    case = CASES[name]
-    main = case.sources[""]
+    case, main = CASES[name], CASES[name].sources[""]
     order = np.random.default_rng(1).permutation(len(main.rows))
     permuted = replace(case, sources=case.sources | {"": replace(main, rows=main.rows.take(order).combine_chunks())})
     for variant, tokens in ((case, 40), (case, 14), (permuted, None)):
         equal(gradients(variant, tokens=tokens, layout=layout), alone(name))
 
 
-MEDIA = ("image", "audio")
-
-
 def clips_of(task, start=0, end=None, epoch=1):
-    """Clips of the rows of a task."""
     source = AUXILIARY[task.name]
     end = len(source.rows) if end is None else end
     return collator_of(task).collate(rows_of(task, source, start, end, epoch), np.full(end - start, epoch)).spans
 
 
 def trained(*names, joint=True, **how):
-    """The encoder's parameters after some steps."""
     case = of_tasks(*names, joint=joint)
     train_steps = train_steps_of(case, attention_dropout=0.0, **how)
     for step in (1, 2, 3):
@@ -212,30 +195,14 @@ def test_a_task_without_weight_or_rate_leaves_the_main_one_alone(how):
     assert deviation(weighty.values(), alone.values()) > 1e-4, "with both, it does not"
 
 
-@pytest.mark.parametrize("joint", [True, False])
-def test_the_logged_loss_is_the_weighted_sum_of_the_tasks_losses(joint):
-    case = of_tasks("image", joint=joint)
-    train_steps = train_steps_of(case)
-    line = take(train_steps, batch_of(case, train_steps), 1).line()
-    assert line["loss"] == pytest.approx(line["contrastive"] + 0.7 * line["image_supcon"], rel=1e-12)
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("name", MEDIA)
-def test_packed_clips_equal_clips_one_by_one(name, layout):
-    encoder = tiny_encoder(dropout=0.0, layout=layout)
-    task = task_of(encoder, name, AUXILIARY[name])
-    clips = clips_of(task)
-    together = encoder(clips, task.frontend)[0]
-    alone = [encoder(clips.span_slice(i, i + 1), task.frontend)[0] for i in range(clips.num_spans)]
-    assert len(set(clips.lengths.tolist())) > (name == "audio")
-    assert deviation([together], [torch.cat(alone)]) < 1e-12
-
-
-def test_a_bad_loss_stops_or_skips_its_own_turn():
+def test_the_logged_loss_is_the_weighted_sum_and_a_bad_one_skips_its_own_turn():
     """The main task is updated, the metrics name the task, and its counter counts alone."""
-    case = of_tasks("image", joint=False)
-    train_steps = [replace(one, nonfinite_losses=NonFiniteLosses(True, 3)) for one in train_steps_of(case)]
+    for joint in (True, False):
+        case = of_tasks("image", joint=joint)
+        train_steps = train_steps_of(case)
+        line = take(train_steps, batch_of(case, train_steps), 1).line()
+        assert line["loss"] == pytest.approx(line["contrastive"] + 0.7 * line["image_supcon"], rel=1e-12)
+    train_steps = [replace(turn, nonfinite_losses=NonFiniteLosses(True, 3)) for turn in train_steps_of(case)]
     encoder = train_steps[0].encoder
     with torch.no_grad():
         train_steps[0].tasks[0].frontend.cls.fill_(float("nan"))
@@ -243,27 +210,23 @@ def test_a_bad_loss_stops_or_skips_its_own_turn():
     measured = take(train_steps, batch_of(case, train_steps), 1)
     assert measured.auxiliary["image_skipped"]
     assert not measured.skipped
-    assert [one.nonfinite_losses.skipped for one in train_steps] == [1, 0]
+    assert [turn.nonfinite_losses.skipped for turn in train_steps] == [1, 0]
     assert any(not torch.equal(p, before[name]) for name, p in encoder.named_parameters())
     assert all(bool(p.isfinite().all()) for p in encoder.parameters())
 
 
-@pytest.mark.parametrize("name", MEDIA)
+@pytest.mark.parametrize("name", ["image", "audio"])
 def test_views_of_a_clip_depend_on_row_and_epoch_alone(name):
     task, size = task_of(tiny_encoder(), name, AUXILIARY[name]), len(AUXILIARY[name].rows)
-    whole, one = clips_of(task, epoch=2), clips_of(task, 2, 3, epoch=2)
-    assert torch.equal(one.values, whole.span_slice(4, 6).values)
-    assert torch.equal(one.keys, whole.keys[4:6])
-    assert not torch.equal(clips_of(task, 2, 3, epoch=3).values, one.values)
-    first, second = one.span_slice(0, 1), one.span_slice(1, 2)
-    assert not torch.equal(first.values, second.values)
+    whole, views = clips_of(task, epoch=2), clips_of(task, 2, 3, epoch=2)
+    assert torch.equal(views.values, whole.span_slice(4, 6).values)
+    assert torch.equal(views.keys, whole.keys[4:6])
+    assert not torch.equal(clips_of(task, 2, 3, epoch=3).values, views.values)
+    assert not torch.equal(views.span_slice(0, 1).values, views.span_slice(1, 2).values)
     assert sum(clips_of(task, i, i + 1, epoch=2).digest() for i in range(size)) % DIGEST == whole.digest()
 
 
-RESUMED = [CASES["scd"], *(of_tasks("image", "audio", joint=joint) for joint in (True, False))]
-
-
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", [CASES["scd"], *(of_tasks("image", "audio", joint=joint) for joint in (True, False))])
 def test_a_resumed_run_takes_the_same_steps(tmp_path, case):
     """Encoder, heads, statistics, frontends and the moments of every optimizer come back from a checkpoint."""
 

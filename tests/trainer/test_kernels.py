@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import accumulate, pairwise
+from unittest.mock import Mock
 
 import cpukernel
 import pytest
@@ -44,13 +45,26 @@ def encoder_with(kernel, family="roberta", layers=2, shape=(), **settings):
     return encoder
 
 
+def dropping_encoder(family, kernel=True):
+    shape = {"num_attention_heads": 2, "max_position_embeddings": 128}
+    encoder = encoder_with(None, family, shape=shape, attention_dropout=0.2)
+    encoder._kernels[CPU, True] = Kernels(attend, span_attention.attend_spans) if kernel else None
+    return encoder
+
+
+def apart(results):
+    """The largest relative distance of embeddings and gradients."""
+    pairs = zip(*results, strict=True)
+    return max(((actual - expected).norm() / expected.norm()).item() for actual, expected in pairs)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernel_computes_what_groups_compute(family):
-    """With dropout of hidden states, and with ModernBERT's local layers, which pass a window."""
-    batch = random_spans(MIXED, num_selected=9)
+def test_kernels_compute_what_groups_compute(family):
+    """With dropout of hidden states, then of attention weights too, and with ModernBERT's local layers."""
     encoders = (encoder_with(kernel, family, attention_dropout=0.0) for kernel in (attend, None))
-    for one, other in zip(*(values(encoder, batch) for encoder in encoders), strict=True):
-        assert (one - other).norm() < 0.02 * other.norm()
+    assert apart(values(encoder, random_spans(MIXED, num_selected=9)) for encoder in encoders) < 0.02
+    encoders = (dropping_encoder(family, kernel) for kernel in (True, False))
+    assert apart(in_float16(encoder, random_spans([9, 3, 70], num_selected=9)) for encoder in encoders) < 0.01
 
 
 def test_groups_attend_where_the_kernel_cannot():
@@ -59,6 +73,7 @@ def test_groups_attend_where_the_kernel_cannot():
     for half in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             assert torch.equal(*(encoder_with(kernel).embed(batch) for kernel in (attend, None)))
+    assert attend_in_groups._torchdynamo_disable, "it is kept out of graphs"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,48 +85,40 @@ def test_kernel_has_the_same_graphs_for_all_lengths(family):
     compile_layers(compiled.model.base_model, backend=counter, fullgraph=True)
     for lengths in (MIXED, [17], [3, 3, 3], [36, 3], [5] * 20):
         batch = random_spans(lengths, num_selected=2)
-        for one, other in zip(values(compiled, batch), values(eager, batch), strict=True):
-            assert deviation([one], [other]) < 1e-6
+        for actual, expected in zip(values(compiled, batch), values(eager, batch), strict=True):
+            assert deviation([actual], [expected]) < 1e-6
     assert counter.frame_count == (3 if family == "modernbert" else 2)  # of embeddings and of each kind of layer
+    body = eager.model.base_model  # torch compiles no single norm
+    assert list(parts(body)) == [body.embeddings, *(body.layers if family == "modernbert" else body.encoder.layer)]
+    assert list(parts(body.embeddings)) == [body.embeddings]
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_size", "reason"),
-    [
-        ((9, 0), 64, None),
-        ((8, 0), 256, None),
-        ((7, 5), 64, "compute capability 7.5"),
-        ((9, 0), 20, ("head size", "20")),
-        ((9, 0), 264, ("head size", "264")),
-    ],
-)
-def test_kernel_problem_names_capability_or_head_size(capability, head_size, reason):
-    problem = kernel_problem(capability, head_size)
-    if reason is None:
-        assert problem is None
-    else:
-        says(problem, reason)
+def test_kernel_problem_names_capability_or_head_size():
+    assert kernel_problem((9, 0), 64) is kernel_problem((8, 0), 256) is None
+    says(kernel_problem((7, 5), 64), "compute capability 7.5")
+    for head_size in (20, 264):
+        says(kernel_problem((9, 0), head_size), "head size", head_size)
+    # The backward of cuDNN, the alternative to FlashAttention, does not repeat its bits.
+    assert not varlen._should_use_cudnn(0)
+    layout = AttentionLayout(torch.tensor([3, 9, 3, 30]), CPU, None, None, Kernels(attend), torch.zeros(5))
+    assert layout.order.tolist()[:4] == [3, 1, 0, 2], "kernels start with the longest span"
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("most_weights", [1, 200, 2**26])
 def test_attention_weights_of_some_spans_at_a_time_are_those_of_all(masked, most_weights, monkeypatch):
-    """The same bits, values and gradients, as with the weights of all spans."""
     monkeypatch.setattr("declutr.trainer.model.dropout._WEIGHTS", most_weights)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(5, 2, 7, 4, generator=generator).requires_grad_() for _ in range(3))
     mask = (torch.rand(5, 1, 1, 7, generator=generator) < 0.8) | (torch.arange(7) == 0) if masked else None
-    keys = words(1, 35, CPU).view(5, 7)
-    drop = WeightDropout(torch.tensor(3), 0.3, keys)
-    found = []
-    for explicit in (attend_with_dropout, attend_in_parts):
-        out = explicit(query, key, value, mask, None, drop)
-        found.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    drop, results = WeightDropout(torch.tensor(3), 0.3, words(1, 35, CPU).view(5, 7)), []
+    for attention in (attend_with_dropout, attend_in_parts):
+        out = attention(query, key, value, mask, None, drop)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_compiler_problem_names_what_a_machine_lacks(monkeypatch, tmp_path):
-    """A compiler under any of its names, and Python's headers, where this Python would have them."""
     headers = tmp_path / "include"
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(headers)})
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -130,17 +137,7 @@ def test_compiler_problem_names_what_a_machine_lacks(monkeypatch, tmp_path):
     assert "triton is missing" in compiler_problem()
 
 
-def test_torch_takes_flash_attention_for_spans():
-    """The backward of cuDNN, its alternative, does not repeat its bits."""
-    assert not varlen._should_use_cudnn(0)
-
-
-def test_kernels_start_with_the_longest_span():
-    layout = AttentionLayout(torch.tensor([3, 9, 3, 30]), CPU, None, None, Kernels(attend), torch.zeros(5))
-    assert layout.order.tolist()[:4] == [3, 1, 0, 2]
-
-
-@pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_vocabulary_has_the_loss_and_gradients_of_the_plain_one(family):
     """Of 64 tokens: 96 logits are computed, and those beyond the vocabulary have no part."""
     plain, padded = (tiny_encoder(family) for _ in range(2))
@@ -149,45 +146,35 @@ def test_a_padded_vocabulary_has_the_loss_and_gradients_of_the_plain_one(family)
     assert isinstance(layer.forward, partial)
     hidden = torch.randn(5, plain.hidden_size, dtype=torch.float64)
     assert mlm_head(padded.model)(hidden).shape == (5, layer.out_features)
-    batch = random_spans(MIXED, num_selected=9)
-    results = [(encoder(batch)[1], encoder) for encoder in (plain, padded)]
-    for loss, _ in results:
-        loss.backward()
-    assert deviation([results[1][0]], [results[0][0]]) < 1e-12
-    gradients = [[p.grad for p in encoder.parameters() if p.grad is not None] for _, encoder in results]
+    losses, gradients = [], []
+    for encoder in (padded, plain):
+        losses.append(encoder(random_spans(MIXED, num_selected=9))[1])
+        losses[-1].backward()
+        gradients.append([p.grad for p in encoder.parameters() if p.grad is not None])
+    assert deviation(losses[:1], losses[1:]) < 1e-12
     assert deviation(*gradients) < 1e-12
-
-
-def test_groups_are_kept_out_of_graphs():
-    assert attend_in_groups._torchdynamo_disable
-
-
-LAYERS = 9  # torch makes at most 8 graphs of a function, unless more are allowed
-
-
-class Noting(BucketedReducer):
-    """Notes how many layers' backwards have run when a bucket is complete, and sends nothing."""
-
-    def _send(self, bucket):
-        self.notes.append(len(cpukernel.BACKWARDS))
-        bucket.sent = bucket.flat
 
 
 def layers_done(encoder):
     """For each bucket of the encoder's parameters, the layers whose backward has run when it is sent."""
-    reducer = Noting(list(encoder.model.base_model.parameters()), bucket_bytes=2**12)
-    reducer.notes = []
+    reducer, layers = BucketedReducer(list(encoder.model.base_model.parameters()), bucket_bytes=2**12), []
+
+    def send(bucket):
+        layers.append(len(cpukernel.BACKWARDS))
+        bucket.sent = bucket.flat
+
+    reducer._send = send
     for _ in range(2):
         cpukernel.BACKWARDS.clear()
-        reducer.notes.clear()
+        layers.clear()
         reducer.begin()
         reducer.arm()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = encoder.hidden(random_spans(MIXED))
         hidden.square().sum().backward()
     assert len(cpukernel.BACKWARDS) == encoder.model.config.num_hidden_layers
-    assert len(reducer.notes) == len(reducer.buckets) > len(cpukernel.BACKWARDS)
-    return reducer.notes
+    assert len(layers) == len(reducer.buckets) > len(cpukernel.BACKWARDS)
+    return layers
 
 
 @pytest.mark.nightly
@@ -197,28 +184,24 @@ def test_compile_layers_while_the_backward_runs_sends_buckets():
     eager, compiled, whole = (encoder_with(attend, layers=layers, attention_dropout=0.0) for layers in (4, 4, 2))
     compile_layers(compiled.model.base_model, backend="aot_eager")
     whole.model.base_model.compile(backend="aot_eager", dynamic=True)
-    expected, found = layers_done(eager), layers_done(compiled)
-    assert found[0] == 1
-    assert max(one - other for one, other in zip(found, expected, strict=True)) <= 1
+    expected, layers = layers_done(eager), layers_done(compiled)
+    assert layers[0] == 1
+    assert max(actual - plain for actual, plain in zip(layers, expected, strict=True)) <= 1
     assert set(layers_done(whole)) == {2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        ("roberta", "kernel"),
-        pytest.param("roberta", "groups", marks=pytest.mark.nightly),
-        pytest.param("roberta", "padded", marks=pytest.mark.nightly),
-        ("modernbert", "kernel"),
-    ],
+    [("roberta", "kernel"), ("modernbert", "kernel")]
+    + [pytest.param("roberta", layout, marks=pytest.mark.nightly) for layout in ("groups", "padded")],
 )
 def test_compile_layers_of_any_number_of_layers_makes_the_same_graphs(family, layout):
     """With dropped attention weights, whose masks depend on the layer's number; gradients are those without graphs."""
     kernel, rate = (attend, 0.0) if layout == "kernel" else (None, 0.2)
     settings = {"attention_dropout": rate, "layout": "padded" if layout == "padded" else "packed"}
     graphs = []
-    for layers in (4 if family == "modernbert" else 2, LAYERS):  # two of each kind, and more than torch's graphs
+    for layers in (4 if family == "modernbert" else 2, 9):  # two of each kind, and more than torch's 8 graphs
         torch._dynamo.reset()
         counter = CompileCounter()
         compiled, eager = (encoder_with(kernel, family, layers, **settings) for _ in range(2))
@@ -228,14 +211,6 @@ def test_compile_layers_of_any_number_of_layers_makes_the_same_graphs(family, la
             assert deviation(values(compiled, batch)[1:], values(eager, batch)[1:]) < 1e-6
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[1] > 1
-
-
-def test_parts_of_an_encoder_are_its_embeddings_and_layers():
-    body = encoder_with(attend, layers=LAYERS).model.base_model
-    assert list(parts(body)) == [body.embeddings, *body.encoder.layer]
-    assert list(parts(body.embeddings)) == [body.embeddings]
-    modernbert = encoder_with(attend, "modernbert", LAYERS).model.base_model  # torch compiles no single norm
-    assert list(parts(modernbert)) == [modernbert.embeddings, *modernbert.layers]
 
 
 COMPILE = """
@@ -258,7 +233,6 @@ for capability, head_size, window, drop in CASES:
 
 
 def random_inputs(lengths, heads, head_size, mixed_rates):
-    """Queries, keys, values, gradients of the output, and dropout."""
     generator = torch.Generator().manual_seed(len(lengths))
     total = sum(lengths)
     tensors = torch.randn(4, total, heads, head_size, generator=generator)
@@ -266,21 +240,6 @@ def random_inputs(lengths, heads, head_size, mixed_rates):
     rates = torch.linspace(0, 0.9, len(lengths), dtype=torch.float64)
     rates = TokenRates.of(rates, torch.tensor(lengths)) if mixed_rates else None
     return tensors, WeightDropout(torch.tensor(3), 0.3, keys, rates)
-
-
-def explicit(query, key, value, bounds, window, drop):
-    """One span at a time."""
-    made = []
-    for start, end in pairwise(bounds):
-        q, k, v = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
-        place = torch.arange(end - start)
-        mask = None if window is None else (place[:, None] - place[None, :]).abs() < window
-        if drop is None:
-            made.append(F.scaled_dot_product_attention(q, k, v, mask, scale=0.2)[0].transpose(0, 1))
-            continue
-        of_span = drop.rearranged(lambda each, start=start, end=end: each[None, start:end])
-        made.append(attend_with_dropout(q, k, v, mask, 0.2, of_span)[0].transpose(0, 1))
-    return torch.cat(made)
 
 
 def in_order(lengths):
@@ -302,14 +261,24 @@ def in_order(lengths):
 def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mixed_rates, window):
     """Also at the edges of blocks of 64 tokens; equal masks, or the difference would be as large as the values."""
     lengths = [64, 1, 130, 63, 65]
-    (*given, upstream), drop = random_inputs(lengths, heads, head_size, mixed_rates)
-    given = [each.clone().requires_grad_() for each in given]
-    bounds = [0, *accumulate(lengths)]
+    (*tensors, upstream), drop = random_inputs(lengths, heads, head_size, mixed_rates)
+    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
     drop = None if mixed_rates is None else drop
-    found = span_attention.attend_spans(*given, *in_order(lengths), 256, 0.2, window, drop)
-    expected = explicit(*given, bounds, window, drop)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    gradients = [torch.autograd.grad(each, given, upstream) for each in (found, expected)]
+    actual = span_attention.attend_spans(*tensors, *in_order(lengths), 256, 0.2, window, drop)
+    outputs = []
+    for start, end in pairwise([0, *accumulate(lengths)]):
+        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in tensors)
+        place = torch.arange(end - start)
+        mask = None if window is None else (place[:, None] - place[None, :]).abs() < window
+        if drop is None:
+            output = F.scaled_dot_product_attention(q, k, v, mask, scale=0.2)
+        else:
+            of_span = drop.rearranged(lambda tensor, start=start, end=end: tensor[None, start:end])
+            output = attend_with_dropout(q, k, v, mask, 0.2, of_span)
+        outputs.append(output[0].transpose(0, 1))
+    expected = torch.cat(outputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(output, tensors, upstream) for output in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
@@ -317,34 +286,10 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
 def test_the_operation_keeps_the_rules_of_torch():
     """Shapes without values, gradients and strides as torch.compile expects them; a repetition has the same bits."""
     (query, key, value, _), drop = random_inputs([5, 70], 2, 16, mixed_rates=True)
-    given = (
-        query.requires_grad_(),
-        key,
-        value,
-        *in_order([5, 70]),
-        drop.keys,
-        drop.rates.limits,
-        drop.rates.factors.float(),
-    )
-    torch.library.opcheck(span_attention._attend, (*given, torch.tensor(3), 128, 0.25, 0))
-    one, two = (span_attention._attend(*given, torch.tensor(3), 128, 0.25, 0)[0] for _ in range(2))
-    assert torch.equal(one, two)
-
-
-def dropping_encoder(family, kernel=True):
-    """An encoder that drops attention weights by the kernel, or in groups."""
-    shape = {"num_attention_heads": 2, "max_position_embeddings": 128}
-    encoder = encoder_with(None, family, shape=shape, attention_dropout=0.2)
-    encoder._kernels[CPU, True] = Kernels(attend, span_attention.attend_spans) if kernel else None
-    return encoder
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_encoder_computes_what_groups_compute(family):
-    batch = random_spans([9, 3, 70], num_selected=9)
-    encoders = (dropping_encoder(family, kernel) for kernel in (True, False))
-    for one, other in zip(*(in_float16(encoder, batch) for encoder in encoders), strict=True):
-        assert (one - other).norm() < 0.01 * other.norm()
+    dropout = drop.keys, drop.rates.limits, drop.rates.factors.float(), torch.tensor(3)
+    arguments = query.requires_grad_(), key, value, *in_order([5, 70]), *dropout, 128, 0.25, 0
+    torch.library.opcheck(span_attention._attend, arguments)
+    assert torch.equal(*(span_attention._attend(*arguments)[0] for _ in range(2)))
 
 
 @pytest.mark.nightly
@@ -356,8 +301,8 @@ def test_dropout_attention_has_one_graph_for_all_layers_and_lengths():
     compile_layers(compiled.model.base_model, backend="aot_eager", fullgraph=True)
     for lengths in ([9, 3, 30], [17]):
         batch = random_spans(lengths, num_selected=2)
-        for one, other in zip(in_float16(compiled, batch), in_float16(eager, batch), strict=True):
-            assert deviation([one], [other]) < 1e-3
+        for actual, expected in zip(in_float16(compiled, batch), in_float16(eager, batch), strict=True):
+            assert deviation([actual], [expected]) < 1e-3
     assert counters["stats"]["unique_graphs"] == 2, "one of the embeddings, and one of both layers"
     assert not counters["graph_break"]
 
@@ -375,26 +320,13 @@ def test_gpus_have_enough_shared_memory(tmp_path):
 @pytest.mark.slow
 def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # as in a first pass
-        assert span_attention.problem(64, CPU, True, torch.float16) is None
-        assert span_attention.problem(64, CPU, False, torch.float16) is None
+        for drops in (True, False):
+            assert span_attention.problem(64, CPU, drops, torch.float16) is None
     says(span_attention.problem(256, CPU), "head size", "256")
     monkeypatch.setattr(span_attention, "_TOLERANCE", 0.0)
     says(span_attention.problem(64, CPU, dtype=torch.float16), "values", "gradients", "wrong")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Failed to find C compiler"),
-        subprocess.CalledProcessError(1, "gcc: Python.h: No such file or directory"),
-        AssertionError("libcuda.so cannot found!"),
-    ],
-)
-def test_problem_of_a_machine_that_cannot_start_kernels_is_told(monkeypatch, error):
-    """As Triton fails without a compiler, without Python's headers, and without libcuda."""
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(span_attention, "_difference", fail)
-    assert f"{type(error).__name__}: {error}" in span_attention.problem(64, CPU)
+    # As Triton fails without a compiler, without Python's headers, and without libcuda.
+    missing = subprocess.CalledProcessError(1, "gcc: Python.h: No such file or directory")
+    for error in (RuntimeError("Failed to find C compiler"), missing, AssertionError("libcuda.so cannot found!")):
+        monkeypatch.setattr(span_attention, "_difference", Mock(side_effect=error))
+        assert f"{type(error).__name__}: {error}" in span_attention.problem(64, CPU)
