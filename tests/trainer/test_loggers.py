@@ -43,9 +43,8 @@ def test_metrics_continue_after_a_resume(tmp_path):
         stream.write('{"kind": "step", "st')  # a kill
     time.sleep(1.1)  # the names of TensorBoard's files are seconds
     second = MetricsWriter(tmp_path, 5)
-    take(second, range(6, 10))
-    second.close()
-    assert [line["step"] for line in read_metrics(tmp_path) if line["kind"] == "step"] == list(range(1, 10))
+    take_all(second, 9, first=6)
+    assert steps_in(tmp_path) == list(range(1, 10))
     assert read_last_step(tmp_path / METRICS)["step"] == 9
     assert shown(tmp_path) == [(step, step / 8) for step in range(1, 10)]
     assert shown(tmp_path, "validation/mrr") == [(4, 0.5)]
@@ -79,9 +78,7 @@ def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
         take(writer, range(11, 200))
         with pytest.raises(OSError, match="No space"):
             writer.flush()
-        wait_for_lines(
-            writer, 199
-        )  # TensorBoard has failed and closed its file, so that the volume can be mounted again
+        wait_for_lines(writer, 199)  # TensorBoard has failed and closed its file: the volume can be mounted again
         volume.drain()
         writer.flush()
         volume.read_only(True)
@@ -102,6 +99,17 @@ def take(writer, steps):
     for step in steps:
         measured = StepMetrics(step / 8, {"contrastive": 1.0, "mlm": 2.0}, 1.0, 0.1, 1, 5, 0.0, 1.0, 7)
         writer.add("step", step, measured.line() | {"seconds": 0.5, "mfu": None})
+
+
+def take_all(writer, last, first=1):
+    """Takes these steps and ends the writer."""
+    take(writer, range(first, last + 1))
+    writer.flush()
+    writer.close()
+
+
+def steps_in(folder):
+    return [line["step"] for line in read_metrics(folder) if line["kind"] == "step"]
 
 
 def start_wandb(folder, **changes):
@@ -134,10 +142,8 @@ def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, 
     if fault == "lost":
         wait_for_lines(writer, 3)
         shutil.rmtree(tmp_path / TENSORBOARD)
-    take(writer, range(4, 11))
-    writer.flush()
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 11))
+    take_all(writer, 10, first=4)
+    assert steps_in(tmp_path) == list(range(1, 11))
     first, second = log
     reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}
     says(first, "TensorBoard gets no more metrics", reasons[fault], "metrics.jsonl has all")
@@ -161,8 +167,7 @@ def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(
         says(second, "TensorBoard lacks")
         volume.drain()
         again = MetricsWriter(tmp_path, 300)
-        take(again, [301, 302])
-        again.close()
+        take_all(again, 302, first=301)
         assert [step for step, _ in shown(tmp_path) if step > 300] == [301, 302]
 
 
@@ -218,48 +223,41 @@ def test_a_program_that_does_not_end_is_left_behind(log, monkeypatch):
     says(log[0], "Endless gets no more metrics", "did not end within 0.2 s")
 
 
-def test_loggers_are_off_by_default():
-    assert WandbConfig().mode == "disabled"
-
-
 def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
-    one, other, fork = (tmp_path / name for name in ("one", "other", "fork"))
-    for folder in (one, other, fork):
-        folder.mkdir()
-    identity = run_id(one, FACTS)
-    assert run_id(other, FACTS) == identity
-    assert run_id(fork, FACTS | {"run": "/runs/fork"}) != identity
+    for name in ("run", "other", "fork"):
+        (tmp_path / name).mkdir()
+    run = tmp_path / "run"
+    identity = run_id(run, FACTS)
+    assert run_id(tmp_path / "other", FACTS) == identity
+    assert run_id(tmp_path / "fork", FACTS | {"run": "/runs/fork"}) != identity
     assert len(identity) == 16
-    assert run_id(one, FACTS | {"run": "/moved", "host": "there"}) == identity
+    assert run_id(run, FACTS | {"run": "/moved", "host": "there"}) == identity
     for number, damaged in enumerate(("{", "{}"), 1):
-        (one / WANDB_ID).write_text(damaged)
-        assert run_id(one, FACTS) == identity
+        (run / WANDB_ID).write_text(damaged)
+        assert run_id(run, FACTS) == identity
         assert "\n".join(log).count(WANDB_ID) == number
-        assert json.loads((one / WANDB_ID).read_text()) == {"id": identity}
+        assert json.loads((run / WANDB_ID).read_text()) == {"id": identity}
 
 
 @without_wandb
-def test_a_missing_package_is_named_before_ray_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    wanted = {"metrics": {"wandb": {"mode": "offline"}}}
-    (problem,) = place_problems(wanted)
-    says(problem, "metrics.wandb.mode = offline", "pip install 'declutr-ray[wandb]'", "disabled")
+def test_a_missing_package_is_named_with_its_command_before_ray_and_leaves_the_metrics_whole(
+    tmp_path, log, monkeypatch
+):
+    """The package may be missing on the worker's host alone."""
+    take_all(MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path)), 5)
+    assert steps_in(tmp_path) == list(range(1, 6))
+    command = "pip install 'declutr-ray[wandb]'"
+    assert "\n".join(log).count(command) == 1
+    says(log, "Weights & Biases lacks the last lines of metrics (5 or more)")
+    offline = {"metrics": {"wandb": {"mode": "offline"}}}
+    (problem,) = place_problems(offline)
+    says(problem, "metrics.wandb.mode = offline", command, "disabled")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wandb").mkdir()  # as W&B leaves it
     monkeypatch.syspath_prepend("")
-    assert place_problems(wanted) == [problem]
+    assert place_problems(offline) == [problem]
     for mode in ("disabled", 5, None):
         assert place_problems({"metrics": {"wandb": {"mode": mode}}}) == []
-
-
-@without_wandb
-def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path, log):
-    writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path))
-    take(writer, range(1, 6))
-    writer.flush()
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 6))
-    assert "\n".join(log).count("pip install 'declutr-ray[wandb]'") == 1
-    assert "Weights & Biases lacks the last lines of metrics (5 or more)" in "\n".join(log)
 
 
 def synced(folder):
@@ -325,25 +323,20 @@ def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkey
     if fault == "kill":
         process.kill()
         process.wait()
-    take(writer, range(4, 9))
-    writer.flush()
     began = time.monotonic()
-    writer.close()
+    take_all(writer, 8, first=4)
     assert time.monotonic() - began < 14
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 9))
-    assert "\n".join(log).count("Weights & Biases gets no more metrics") == 1
-    assert "Weights & Biases lacks" in "\n".join(log)
-    assert KEY not in "\n".join(log)
+    text = "\n".join(log)
+    assert text.count("Weights & Biases gets no more metrics") == 1
+    assert "Weights & Biases lacks" in text
+    assert KEY not in text
     assert not process.is_running()
 
 
-def test_a_continued_run_shows_the_steps_of_earlier_starts(capsys):
-    with ProgressBar(lambda: None, 16, [], "docs", done=15):
-        pass
-    assert "(15 of 16)" in capsys.readouterr().err
-
-
-def test_a_loss_of_an_auxiliary_task_that_is_not_finite_does_not_end_the_bar(capsys):
-    with ProgressBar(lambda: {"step": 16, "skipped": False, "loss": None}, 16, [], "docs", done=0):
-        pass
-    assert "loss not finite" in capsys.readouterr().err
+def test_the_bar_of_a_continued_run_shows_earlier_steps_and_a_loss_that_is_not_finite(capsys):
+    """Such a loss of an auxiliary task comes with an update that is not skipped."""
+    for line, text in ((None, "(15 of 16)"), ({"step": 16, "skipped": False, "loss": None}, "loss not finite")):
+        with ProgressBar(lambda line=line: line, 16, [], "docs", done=15):
+            pass
+        assert text in capsys.readouterr().err

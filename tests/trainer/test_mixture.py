@@ -130,20 +130,6 @@ def test_documents_of_several_corpora_are_numbered_one_after_the_other(corpora, 
     assert joined.manifest.totals["kept_train"] == sum(one["kept_train"] for one in totals)
 
 
-def test_a_list_of_one_corpus_is_its_path(corpora):
-    one = runs.least_config(data=several(corpora["one"]))
-    assert one.data == str(corpora["one"])
-    assert one.hash() == runs.least_config(data=str(corpora["one"])).hash()
-
-
-def test_weights_decide_the_result_and_places_do_not():
-    hashes = [runs.least_config(data=several("a", "b", weights=w)).hash() for w in ([1, 1], [0.5, 0.5], [1, 2])]
-    assert hashes[0] == hashes[1] == runs.least_config(data=several("c", "d", weights=[1, 1])).hash()
-    assert len({*hashes, runs.least_config(data="a").hash()}) == 3
-    tasks = [{"more": {"data": several("a", "b", weights=w)}} for w in ([1, 1], [1, 2])]
-    assert len({runs.least_config(auxiliary_tasks=one).hash() for one in tasks}) == 2
-
-
 NO_NUMBERS = {
     -1: "greater than 0", 0: "greater than 0", float("nan"): "finite number", float("inf"): "finite number",
     "1/3": "valid number", True: "number is needed", None: "valid number",

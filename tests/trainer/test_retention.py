@@ -5,7 +5,6 @@ import shutil
 import signal
 
 import pytest
-import tinyruns as runs
 import torch
 import xxhash
 from broken import flip_a_bit, remove, truncate
@@ -20,7 +19,6 @@ from declutr.trainer.checkpoints import checkpoint, saver
 from declutr.trainer.checkpoints.checkpoint import early_end, find_best, from_best, history, kept
 from declutr.trainer.checkpoints.saver import write_tensors
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
-from declutr.trainer.config import TrainConfig
 from declutr.trainer.metrics.metrics import MetricsWriter
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
@@ -191,19 +189,6 @@ def test_a_broken_best_is_named_and_the_next_is_taken(tmp_path, log, name):
     says(log, "skipping a broken checkpoint", "step-00000004")
 
 
-def config_of(**changes):
-    return runs.least_config(**{"export": "best"} | changes)
-
-
-def test_an_objective_without_scores_chooses_nothing(monkeypatch):
-    monkeypatch.setattr(type(config_of().objective), "scores", ())
-    plain = config_of(export="last")
-    assert plain.validation.score == ""
-    assert plain.resume_settings()["validation"]["score"] == "followed", "the hash of every such run has it"
-    with pytest.raises(ValueError, match=all_of("export = best", "has none", "validation.stsb")):
-        config_of()
-
-
 TENSORS = {
     "of many": torch.arange(5000, dtype=torch.float32).reshape(50, 100),
     "half": torch.randn(7, generator=torch.Generator().manual_seed(0)).bfloat16(),
@@ -243,26 +228,3 @@ def test_a_limit_on_files_is_an_error_with_its_number(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-
-
-@pytest.mark.parametrize(
-    ("objective", "beginning"),
-    [
-        ({"kind": "declutr"}, "981f4017c164a4c4"),
-        ({"kind": "simcse"}, "51c085ee1249102a"),
-        ({"kind": "simcse", "supervised": True}, "cc32e74c3e6c9b3d"),
-    ],
-)
-def test_a_run_of_an_earlier_version_goes_on(objective, beginning):
-    """The hashes of cb156041: a setting that came later, and changes nothing as it is, is in none."""
-    encoder = {"from_config": {"model_type": "roberta", "hidden_size": 16}}
-    values = {"run": "r", "data": "d", "encoder": encoder, "steps": 5, "objective": objective}
-    config = TrainConfig.model_validate(values)
-    assert config.hash().startswith(beginning)
-    prompted = TrainConfig.model_validate(values | {"encoder": encoder | {"prompt": "passage: "}})
-    assert prompted.hash() != config.hash()
-    if objective["kind"] == "declutr":
-        assert TrainConfig.model_validate(values | {"spans": {"query_share": 0.5}}).hash() != config.hash()
-    if objective.get("supervised"):
-        without = {"objective": objective | {"hard_negatives": False}}
-        assert TrainConfig.model_validate(values | without).hash() != config.hash()

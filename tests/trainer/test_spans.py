@@ -13,18 +13,19 @@ from prepared import Row, write_prepared
 from scipy import stats
 from tinyruns import span_validator
 
-from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
+from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_tokens
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import Draws, draw, pair_lengths, place
 from declutr.trainer.objectives.declutr.validator import DISTANT, place_distant
 
+STRATEGIES = ("all", "adjacent", "subsuming", "distant")
 MODES = ("fewer_anchors", "shrink_spans")
 GEOMETRY = Geometry(num_anchors=2, max_tokens=12)
 
 
 @st.composite
-def span_configs(draw_, strategies=("all", "adjacent", "subsuming", "distant"), least=1):
+def span_configs(draw_, strategies=STRATEGIES, least=1):
     longest, strategy = draw_(st.integers(least, 40)), draw_(st.sampled_from(strategies))
     shortest = draw_(st.integers(1, longest))
     queries = {"query_share": draw_(st.sampled_from([0.3, 1.0]))} if draw_(st.booleans()) else {}
@@ -97,19 +98,6 @@ def check_row(config, length, longest, spans, row):
     assert not (queries & ~present).any()
 
 
-def check(config, lengths, spans):
-    for row, length in enumerate(lengths.tolist()):
-        check_row(config, length, config.max_tokens, spans, row)
-
-
-@given(span_configs(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_spans_keep_every_bound(config, extra, seed):
-    lengths = config.min_document_tokens + np.array(extra)
-    keys = np.arange(len(lengths), dtype=np.uint64)
-    draws = draw(config, seed, np.zeros(len(lengths), np.int64), keys)
-    check(config, lengths, place(config, draws, lengths, *windows_of(lengths, config)))
-
-
 @given(span_configs(), st.integers(0, 200), st.data())
 def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     """Draws at both ends of [0, 1), in any mixture: what random draws hardly ever give."""
@@ -122,7 +110,8 @@ def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
         for size in [int(np.prod(shape))]
     ]
     lengths = np.array([config.min_document_tokens + extra])
-    check(config, lengths, place(config, Draws(*drawn), lengths, *windows_of(lengths, config)))
+    spans = place(config, Draws(*drawn), lengths, *windows_of(lengths, config))
+    check_row(config, lengths[0], config.max_tokens, spans, 0)
 
 
 def test_draws_change_with_each_of_seed_epoch_document():
@@ -136,9 +125,8 @@ def test_draws_change_with_each_of_seed_epoch_document():
 
 def test_place_distant_strategy_equals_a_plain_writing():
     """Every allowed place of a positive is listed, and the draw picks one of the list."""
-    config = SpanConfig(
-        num_anchors=2, num_positives=2, min_tokens=2, max_tokens=9, strategy="distant", min_distance_tokens=30
-    )
+    values = {"min_tokens": 2, "max_tokens": 9, "strategy": "distant", "min_distance_tokens": 30}
+    config = SpanConfig(num_anchors=2, num_positives=2, **values)
     lengths, keys = np.arange(36, 96), np.arange(60, dtype=np.uint64)
     draws = draw(config, 3, np.zeros(60, np.int64), keys)
     spans = place(config, draws, lengths, *windows_of(lengths, config))
@@ -161,9 +149,7 @@ def test_windows_may_be_longer_than_spans(config, longer, extra, seed):
     """Shards that were prepared for longer spans: anchors lie anywhere in their windows, and apart."""
     window = config.max_tokens + longer
     lengths = 2 * config.num_anchors * window + np.array(extra)
-    starts = [window_starts(length, window).astype(np.int64) for length in lengths]
-    draws = draw(config, seed, np.zeros(len(lengths), np.int64), np.arange(len(lengths), dtype=np.uint64))
-    spans = place(config, draws, lengths, np.concatenate(starts), np.cumsum([0, *map(len, starts)]))
+    spans = sampled(config, config.model_copy(update={"max_tokens": window}), "drop", lengths, seed)
     start, end = spans.anchors[..., 0], spans.anchors[..., 1]
     assert (end - start >= np.where(spans.queries, config.query_tokens[0], config.min_tokens)).all()
     assert (np.maximum(end - start, np.diff(spans.positives, axis=-1)[..., 0].max(-1)) <= config.max_tokens).all()
@@ -186,20 +172,9 @@ def test_queries_have_their_share_and_leave_the_other_spans_as_they_are():
     assert (sizes.min(), sizes.max()) == (4, 16)
 
 
-def test_lengths_of_queries_without_queries_are_refused_and_a_whole_section_is_not():
-    assert SpanConfig.model_validate(SpanConfig().model_dump(mode="json")) == SpanConfig()
-    for wrong in ({"query_tokens": [2, 8]}, {"query_share": 0.5, "query_tokens": [8, 2]}):
-        with pytest.raises(ValueError, match="query_tokens"):
-            SpanConfig.model_validate(wrong)
-
-
 def test_short_spans_come_from_the_whole_window():
     config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=16)
-    keys = np.arange(2000, dtype=np.uint64)
-    lengths = np.full(2000, 128)
-    starts = np.tile(np.array([0, 64]), 2000)
-    draws = draw(config, 0, np.zeros(2000, np.int64), keys)
-    spans = place(config, draws, lengths, starts, np.arange(2001) * 2)
+    spans = sampled(config, config.model_copy(update={"max_tokens": 64}), "drop", np.full(2000, 128), 0)
     first = spans.anchors[:, 0, 0] % 64
     assert (np.histogram(first, bins=[0, 16, 32, 48])[0] > 400).all()  # a quarter each, but for the window's end
 
@@ -227,27 +202,26 @@ def test_lengths_have_the_beta_law_of_the_settings(anchor, positive):
 
 
 @st.composite
-def settings(draw_):
-    spans = draw_(span_configs(("all", "adjacent", "subsuming"), least=2))
+def settings(draw_, mode=None):
+    spans = draw_(span_configs(STRATEGIES if mode == "drop" else STRATEGIES[:3], least=2))
     more = draw_(st.integers(0, 2))  # the shards may have room for more anchors than are trained on
     least = draw_(st.integers(spans.min_tokens, spans.max_tokens))
     return spans, Geometry(num_anchors=spans.num_anchors + more, max_tokens=spans.max_tokens, min_tokens=least)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@given(setting=settings(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
-def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
-    spans, geometry = setting
+@pytest.mark.parametrize("mode", ["drop", *MODES])
+@given(data=st.data(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
+def test_spans_keep_every_bound(mode, data, extra, seed):
+    spans, geometry = data.draw(settings(mode))
     lengths = shortest_document(geometry, mode) + np.array([0, 1, *extra])
     found = sampled(spans, geometry, mode, lengths, seed)
     counts = found.present.sum(axis=1)
-    room = lengths // (2 * spans.max_tokens)
-    wanted = spans.num_anchors
-    assert counts.tolist() == [min(wanted, fit) if mode == "fewer_anchors" else wanted for fit in room]
+    number, room = spans.num_anchors, lengths // (2 * spans.max_tokens)
+    assert counts.tolist() == [min(number, fit) if mode == "fewer_anchors" else number for fit in room]
     for row, (count, length) in enumerate(zip(counts, lengths.tolist(), strict=True)):
-        assert found.present[row].tolist() == [True] * count + [False] * (wanted - count)
-        assert (found.anchors[row, count:] == 0).all()
-        assert (found.positives[row, count:] == 0).all()
+        assert found.present[row].tolist() == [True] * count + [False] * (number - count)
+        assert not found.anchors[row, count:].any()
+        assert not found.positives[row, count:].any()
         longest = spans.max_tokens
         if mode == "shrink_spans":
             longest = min(longest, length // (2 * geometry.num_anchors))
@@ -265,9 +239,7 @@ def test_a_short_document_has_the_spans_that_its_own_geometry_gives(mode, settin
     found = sampled(spans, geometry, mode, lengths, seed)
     count, longest = int(found.present.sum()), window_tokens(int(lengths[0]), geometry, mode)
     own = spans.model_copy(update={"num_anchors": count, "max_tokens": longest})
-    draws = draw(own, seed, np.zeros(1, np.int64), np.zeros(1, np.uint64))
-    starts = window_starts(int(lengths[0]), longest).astype(np.int64)
-    expected = place(own, draws, lengths, starts, np.array([0, len(starts)]))
+    expected = sampled(own, own, "drop", lengths, seed)
     assert np.array_equal(found.anchors[:, :count], expected.anchors)
     assert np.array_equal(found.positives[:, :count], expected.positives)
 
@@ -367,17 +339,8 @@ def test_a_documents_spans_are_its_own_and_the_seeds():
     assert not np.array_equal(pairs(ADJACENT, lengths, longest, 4, keys)[0], together[0])
 
 
-def scored(folder, texts):
-    """Held-out scores of random weights, which tell little more than which tokens two spans share; and embeddings."""
-    write_prepared(folder, [[Row(texts[0]), *(Row(text, "held-out") for text in texts[1:])]])
-    config = runs.train_config(folder, "unused", spans={"num_anchors": 1}, validation={"every_steps": 1})
-    tokenizer, vocabulary = load_tokenizer(folder)
-    encoder = build_encoder(config, tokenizer)
-    validator = span_validator(config, encoder, vocabulary)
-    return validator, encoder, validator.embed(encoder)
-
-
 def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
+    """Random weights tell little more than which tokens two spans share."""
     rng = random.Random(0)
     known = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(400)]
 
@@ -390,7 +353,12 @@ def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
     }
     scores = {}
     for name, documents in texts.items():
-        validator, encoder, held_out = scored(tmp_path / name, ["train " * 60, *documents])
+        write_prepared(tmp_path / name, [[Row("train " * 60), *(Row(text, "held-out") for text in documents)]])
+        config = runs.train_config(tmp_path / name, "-", spans={"num_anchors": 1}, validation={"every_steps": 1})
+        tokenizer, vocabulary = load_tokenizer(tmp_path / name)
+        encoder = build_encoder(config, tokenizer)
+        validator = span_validator(config, encoder, vocabulary)
+        held_out = validator.embed(encoder)
         table = validator.held_out.shards.take(validator.rows)
         touching = encoder.eval().embed(validator.collator.collate(table, np.full(len(table), 2**32 - 1)).spans)
         assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the collator"
