@@ -22,54 +22,46 @@ from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.metrics import MetricsWriter
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
-CONFIGS = st.builds(
-    lambda every, keep_last, times: CheckpointConfig(
-        every_steps=every, keep_last=keep_last, keep_every_steps=None if times is None else every * times
-    ),
-    st.integers(1, 6),
-    st.integers(1, 5),
-    st.none() | st.integers(1, 4),
-)
 
 
-@given(HISTORIES, CONFIGS)
+@st.composite
+def configs(draw):
+    every, times = draw(st.integers(1, 6)), draw(st.none() | st.integers(1, 4))
+    own = {"keep_last": draw(st.integers(1, 5)), "keep_every_steps": times and every * times}
+    return CheckpointConfig(every_steps=every, **own)
+
+
+@given(HISTORIES, configs())
 def test_laws_of_what_is_kept(scores, config):
-    found = kept(scores, config)
-    assert set(found) <= set(scores)
-    assert list(found) == sorted(found)
-    assert all(found.values())
-    assert [step for step, why in found.items() if "last" in why] == sorted(scores)[-config.keep_last :]
-    best = [step for step, why in found.items() if "best" in why]
-    validated = {step: score for step, score in scores.items() if score is not None}
-    assert len(best) == bool(validated)
-    for step in best:
-        assert scores[step] == max(validated.values())
-        assert all(other >= step for other, score in validated.items() if score == scores[step])
-    milestones = {step for step in scores if config.keep_every_steps and step % config.keep_every_steps == 0}
-    assert milestones == {step for step, why in found.items() if "every" in why}
-    again = kept({step: scores[step] for step in found}, config)
-    assert again == found  # looking twice deletes nothing more
-
-
-@given(HISTORIES, CONFIGS)
-def test_pruning_after_every_checkpoint_ends_where_pruning_once_does(scores, config):
+    reasons = kept(scores, config)
+    assert list(reasons) == sorted(reasons.keys() & scores.keys())
+    assert all(reasons.values())
+    last, best, milestones = (
+        [step for step, why in reasons.items() if name in why] for name in ("last", "best", "every")
+    )
+    assert last == sorted(scores)[-config.keep_last :]
+    ranks = [(-score, step) for step, score in scores.items() if score is not None]
+    assert best == [step for _, step in sorted(ranks)[:1]]
+    every = config.keep_every_steps
+    assert milestones == [step for step in sorted(scores) if every and step % every == 0]
+    assert kept({step: scores[step] for step in reasons}, config) == reasons  # looking twice deletes nothing more
     alive = {}
     for step in sorted(scores):
         alive[step] = scores[step]
         alive = {step: alive[step] for step in kept(alive, config)}
         assert step in alive, "the newest one was deleted"
-    assert alive.keys() == kept(scores, config).keys()
+    assert alive.keys() == reasons.keys(), "pruning after every checkpoint ends where pruning once does"
 
 
-def write(folder, step, score=None):
-    state = state_of(step) if score is None else state_of(step, mrr=score)
-    files = [f"{name}.safetensors" for name in ("encoder", "optimizer", "objective")]
-    return checkpoint.save(folder, state, {name: {"weight": torch.full((40,), float(step))} for name in files})
+def write(folder, step, **scores):
+    contents = {"weight": torch.full((40,), float(step))}
+    files = {f"{name}.safetensors": contents for name in ("encoder", "optimizer", "objective")}
+    return checkpoint.save(folder, state_of(step, **scores), files)
 
 
 def test_broken_ones_neither_count_nor_stay(tmp_path):
-    for step, score in ((1, 0.9), (2, 0.1), (3, None), (4, 0.3)):
-        write(tmp_path, step, score)
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):
+        write(tmp_path, step, mrr=score)
     truncate(checkpoint.checkpoint_path(tmp_path, 4) / "encoder.safetensors")
     (tmp_path / "step-00000003" / "state.json").unlink()
     write(tmp_path, 6)
@@ -91,15 +83,11 @@ def test_a_checkpoint_beyond_the_newest_never_displaces_it(tmp_path, broken):
     assert state.step == (7 if broken else 8)
 
 
-def lengthen(path):
-    path.write_bytes(path.read_bytes() + b"x")
-
-
 @pytest.mark.parametrize(
     ("damage", "name", "message"),
     [
         (truncate, "encoder.safetensors", ("truncated", "altered")),
-        (lengthen, "encoder.safetensors", ("truncated", "altered")),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "encoder.safetensors", ("truncated", "altered")),
         (flip_a_bit, "optimizer.safetensors", ("truncated", "altered")),
         (remove, "objective.safetensors", "missing"),
         (remove, "state.json", ("missing", "unreadable")),
@@ -108,24 +96,17 @@ def lengthen(path):
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, log, damage, name, message):
     """Without the checksums a file of the right length is whole."""
-    for step in (4, 6):
-        path = write(tmp_path, step)
+    older, path = (write(tmp_path, step) for step in (4, 6))
     damage(path / name)
     for verify in (True, False):
-        if verify or damage is not flip_a_bit:
+        if not verify and damage is flip_a_bit:
+            assert checkpoint.read_state(path, verify=False).step == 6
+        else:
             with pytest.raises(CheckpointError, match=all_of(name, message)):
                 checkpoint.read_state(path, verify=verify)
-    assert damage is not flip_a_bit or checkpoint.read_state(path, verify=False).step == 6
-    path, state = checkpoint.find_latest(tmp_path)
-    assert (path.name, state.step) == ("step-00000004", 4)
-    assert len(log) == 1
-    says(log[0], name, message, "step-00000006")
-
-
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
-    (tmp_path / "checkpoints").write_text("no folder")
-    with pytest.raises(NotADirectoryError):
-        checkpoint.find_latest(tmp_path / "checkpoints")
+    assert checkpoint.find_latest(tmp_path) == (older, checkpoint.read_state(older))
+    (line,) = log
+    says(line, name, message, "step-00000006")
 
 
 def test_an_old_state_without_sizes_is_read(tmp_path):
@@ -149,6 +130,8 @@ def test_unreadable_checkpoint_is_not_a_broken_one(tmp_path, log):
         checkpoint.find_latest(tmp_path)
     checkpoint.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [6], "it may be whole"
+    with pytest.raises(NotADirectoryError):
+        checkpoint.find_latest(write(tmp_path, 8) / "state.json")
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
@@ -161,9 +144,8 @@ def test_laws_of_a_best_score(scores):
     assert all(score < scores[best] for step, score in scores.items() if step < best)
     since = len([step for step in scores if step > best])
     assert early_end(scores, "mrr", since + 1) is None
-    says(
-        early_end(scores, "mrr", since), f"step {best}", f"none of the {since} scores", f"validation.patience = {since}"
-    )
+    reason = early_end(scores, "mrr", since)
+    says(reason, f"step {best}", f"none of the {since} scores", f"validation.patience = {since}")
 
 
 def test_lines_and_checkpoints_without_a_score_and_the_untrained_weights_do_not_count(tmp_path):
@@ -183,7 +165,7 @@ def test_lines_and_checkpoints_without_a_score_and_the_untrained_weights_do_not_
 @pytest.mark.parametrize("name", ["encoder.safetensors", "state.json"])
 def test_a_broken_best_is_named_and_the_next_is_taken(tmp_path, log, name):
     for step, score in ((2, 0.5), (4, 0.9), (6, 0.1)):
-        write(tmp_path, step, score)
+        write(tmp_path, step, mrr=score)
     truncate(checkpoint.checkpoint_path(tmp_path, 4) / name)
     assert find_best(tmp_path, "mrr")[1].step == 2
     says(log, "skipping a broken checkpoint", "step-00000004")
@@ -211,11 +193,8 @@ def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch, chunk_bytes):
     checksum = write_tensors(path, TENSORS)
     assert path.read_bytes() == save(TENSORS)
     assert checksum == f"xxh3:{xxhash.xxh3_128(path.read_bytes()).hexdigest()}"
-
-
-def test_tensorfile_of_no_tensors_is_read_back(tmp_path):
-    write_tensors(tmp_path / "it", {})
-    assert load_file(tmp_path / "it") == {}
+    write_tensors(path, {})
+    assert load_file(path) == {}
 
 
 def test_a_limit_on_files_is_an_error_with_its_number(tmp_path):

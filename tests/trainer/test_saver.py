@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,15 +30,15 @@ def volume(tmp_path):
 @pytest.fixture
 def opened():
     """Makes savers that are closed at the end."""
-    made = []
+    savers = []
 
-    def make(folder, before=lambda: None, clock=time.monotonic, **config):
-        made.append(Saver(folder, CheckpointConfig(**config), "mrr", before, clock=clock))
-        return made[-1]
+    def make(folder, before=lambda: None, after=None, clock=time.monotonic, **config):
+        savers.append(Saver(folder, CheckpointConfig(**config), "mrr", before, after, clock))
+        return savers[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for opened_saver in savers:
+        opened_saver.close()
 
 
 def give(one, step, mib=1.0, wait=False):
@@ -54,9 +55,7 @@ def test_checkpoints_are_written_verified_and_pruned(tmp_path, opened):
         give(one, step)
     one.wait()
     assert checkpoint.steps_in(one.folder) == [3, 4]
-    _, state = checkpoint.find_latest(one.folder)
-    assert state.step == 4
-    assert state.sizes["encoder.safetensors"] > MIB
+    assert checkpoint.find_latest(one.folder)[1].sizes["encoder.safetensors"] > MIB
     assert not one.failed()
     assert one.reuse_memory()["encoder.safetensors"]["weight"][0] == 4  # the memory comes back
 
@@ -67,9 +66,7 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
     volume.fill(leave_bytes=MIB // 2)
     give(one, 2)
     until(lambda: log, "a message")
-    says(log[0], "step 2", "cannot be written")
-    says(log[0], "No space left on device")
-    says(log[0], "1.0 MiB", "0.5 MiB")
+    says(log[0], "step 2", "cannot be written", "No space left on device", "1.0 MiB", "0.5 MiB")
     assert checkpoint.find_latest(one.folder)[1].step == 1
     until(lambda: not list(one.folder.glob(".*")), "the end of half a checkpoint")
     give(one, 3)  # takes the place of the one that could not be written
@@ -91,8 +88,8 @@ def test_remains_of_a_killed_writer_make_room_for_the_next_checkpoint(volume, op
     assert not left_behind.exists()
 
 
-@pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_patience_ends_with_one_reason(volume, opened, fault):
+@pytest.mark.parametrize(("fault", "words"), [("full", "No space left on device"), ("ro", "Read-only file system")])
+def test_patience_ends_with_one_reason(volume, opened, fault, words):
     now = [0.0]
     one = opened(volume.path / "run" / "checkpoints", clock=lambda: now[0], storage_retry_seconds=0.7)
     give(one, 1, wait=True)
@@ -107,45 +104,32 @@ def test_patience_ends_with_one_reason(volume, opened, fault):
         with pytest.raises(SaveError) as given_up:
             one.wait()
         assert one.failed()
-        words = "No space left on device" if fault == "full" else "Read-only file system"
-        says(given_up.value, "step 2", one.folder, words, "1.0 MiB")
-        assert "checkpoint.storage_retry_seconds" in str(given_up.value)
+        says(given_up.value, "step 2", one.folder, words, "1.0 MiB", "checkpoint.storage_retry_seconds")
         with pytest.raises(SaveError):
             one.reuse_memory()
         assert checkpoint.find_latest(one.folder)[1].step == 1
     finally:
-        if fault == "read-only":
+        if fault == "ro":
             volume.read_only(False)
 
 
-def test_saver_writes_what_a_checkpoint_needs_first(tmp_path, opened, log):
-    """`before` fails twice: no checkpoint until it has done its work."""
-    calls = []
-
-    def before():
-        calls.append(checkpoint.steps_in(tmp_path))
-        if len(calls) < 3:
-            raise OSError(5, "Input/output error")
-
-    one = opened(tmp_path, before=before)
-    give(one, 1, wait=True)
-    assert calls == [[], [], []]
-    assert checkpoint.steps_in(tmp_path) == [1]
-    assert len([line for line in log if "Input/output error" in line]) == 1
-
-
-def test_a_checkpoint_is_written_once_if_what_comes_after_it_is_tried_again(tmp_path):
+def test_saver_writes_what_a_checkpoint_needs_first_and_the_checkpoint_once(tmp_path, opened, log):
+    """`before` fails twice: no checkpoint until it has done its work. Then `after` fails, and only it is repeated."""
     before, after = [], []
 
-    def fails_once(step):
-        after.append(step)
-        if len(after) == 1:
+    def fails_twice():
+        before.append(checkpoint.steps_in(tmp_path))
+        if len(before) < 3:
             raise OSError(5, "Input/output error")
 
-    one = Saver(tmp_path, CheckpointConfig(), "mrr", lambda: before.append(1), fails_once)
-    give(one, 1, mib=0.01, wait=True)
-    one.close()
-    assert (len(before), after) == (1, [1, 1])
+    def fails_first(step):
+        after.append((step, checkpoint.steps_in(tmp_path)))
+        if len(after) < 2:
+            raise OSError(5, "Input/output error")
+
+    give(opened(tmp_path, fails_twice, fails_first), 1, wait=True)
+    assert (before, after) == ([[], [], []], [(1, [1])] * 2)
+    assert len([line for line in log if "Input/output error" in line]) == 1
 
 
 def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeypatch, log):
@@ -157,8 +141,8 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
     assert begun.wait(60)
     assert not one.due(4)
     assert not one.due(6)
-    assert len(log) == 1, log
-    says(log[0], "step 4", "still")
+    (line,) = log
+    says(line, "step 4", "still")
     now[0] = 99
     assert not one.due(7)
     assert not one.failed()
@@ -172,13 +156,11 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
 def test_checkpoint_is_due_by_steps_and_by_the_clock(tmp_path, opened):
     now = [0.0]
     one = opened(tmp_path, clock=lambda: now[0], every_steps=None, every_seconds=60)
-    found = []
     for step in range(1, 200):
         now[0] += 7.5
-        if one.due(step):
-            found.append(step)
+        assert one.due(step) == (step % 8 == 0), step
+        if step % 8 == 0:
             give(one, step, mib=0.01, wait=True)
-    assert found == list(range(8, 200, 8))
     by_steps = opened(tmp_path / "b", clock=lambda: now[0], every_steps=5, every_seconds=None)
     assert [step for step in range(1, 12) if by_steps.due(step)] == [5, 10]
     assert by_steps.due(11, needed=True)
@@ -188,7 +170,6 @@ def test_checkpoint_is_due_by_steps_and_by_the_clock(tmp_path, opened):
 
 def test_an_error_that_is_no_storage_is_raised_in_the_training(tmp_path, opened):
     one = opened(tmp_path)
-    one.reuse_memory()
     one.submit(state_of(1), {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
     with pytest.raises(KeyError, match="complex64"):
         one.wait()
@@ -223,13 +204,8 @@ def test_a_copy_that_is_given_while_another_is_written_is_written_too(tmp_path, 
 
 def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
     """The pause of half a second ends while the training takes the memory of a copy that waits for a retry."""
-    attempts = []
-
-    def before():
-        attempts.append(1)
-        raise OSError(5, "Input/output error")
-
-    one = opened(tmp_path, before=before)
+    before = Mock(side_effect=OSError(5, "Input/output error"))
+    one = opened(tmp_path, before)
     give(one, 1, mib=0.01)
     until(lambda: one._pausing, "a pause")
     check = one.check
@@ -237,7 +213,7 @@ def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
     assert one.reuse_memory() is not None
     one.check = check
     assert not one._busy()
-    assert len(attempts) == 1
+    before.assert_called_once()
 
 
 def test_patience_begins_again_after_a_success(tmp_path, opened, log):

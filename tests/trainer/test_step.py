@@ -51,11 +51,6 @@ def setup(objective, dtype=torch.float64, encoder=None, start=0, end=None, **set
     return train_step, rank_batch(tiny_collator(config), documents(LENGTHS, 12), start, end)
 
 
-def same_parameters(encoder, before):
-    pairs = zip(encoder.parameters(), before, strict=True)
-    return all(torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0)) for now, then in pairs)
-
-
 def gradients(train_step, batch, step=1):
     """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
     train_step.optimizer.zero_grad()
@@ -86,8 +81,9 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
     encoder = {"dropout": 0.3, **PROJECTION, "layout": "padded"}
     train_step, batch = setup({"masking": HALF}, encoder=encoder, microbatch_tokens=40)
     pieces = batch.spans.microbatches(40)
+    state, outputs = torch.random.get_rng_state(), []
     two_passes = gradients(train_step, batch)
-    outputs = []
+    assert torch.equal(torch.random.get_rng_state(), state), "a step leaves the global generator alone"
     for number, piece in enumerate(pieces):
         torch.manual_seed(seeding.torch_seed(0, "dropout", 1, 0, number))
         outputs.append(train_step.encoder(piece))
@@ -101,38 +97,37 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
     assert deviation(two_passes[3], one_graph) < 1e-10
 
 
-def test_a_step_leaves_the_global_generator_alone():
-    train_step, batch = setup({"masking": HALF}, encoder={"dropout": 0.3}, microbatch_tokens=40)
-    state = torch.random.get_rng_state()
-    train_step.step({"": batch}, 1)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 def test_step_without_selected_tokens_has_no_mlm_loss():
     train_step, batch = setup({"masking": {"mlm_probability": 0.0}})
     metrics = train_step.step({"": batch}, 1)
-    assert metrics.terms["mlm"] == 0.0
-    assert metrics.num_selected == 0
+    assert (metrics.terms["mlm"], metrics.num_selected) == (0.0, 0)
     assert metrics.loss == metrics.terms["contrastive"] > 0
     only_mlm, batch = setup({"terms": "mlm", "masking": {"mlm_probability": 0.0}})
     assert only_mlm.step({"": batch}, 1).loss == 0.0
 
 
+def of_scd(comm=None, rows=slice(None), tokens=None, name="scd"):
+    """SCD, whose projector and BatchNorm are behind the gather, and a batch of some of its 7 sentences."""
+    [train_step] = train_steps_of(CASES[name], comm, tokens)
+    table = SENTENCES.take(np.arange(7)[rows]).combine_chunks()
+    return train_step, collator_of(train_step.tasks[0]).collate(table, np.ones(len(table), np.int64))
+
+
 @pytest.mark.parametrize("tokens", [None, 40])
-@pytest.mark.parametrize("objective", [OBJECTIVES["queue"], OBJECTIVES["mlm"]], ids=["both", "mlm"])
-def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
-    train_step, batch = setup(objective, microbatch_tokens=tokens)
+@pytest.mark.parametrize("name", ["queue", "mlm", "scd"])
+def test_a_loss_that_is_not_finite_updates_nothing(name, tokens):
+    """Neither parameters nor moments, the queue or the statistics of layers."""
+    train_step, batch = of_scd(tokens=tokens) if name == "scd" else setup(OBJECTIVES[name], microbatch_tokens=tokens)
     train_step.step({"": batch}, 1)
     with torch.no_grad():
-        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    queue = copy.deepcopy(train_step.tasks[0].objective.queue)
-    before = [p.detach().clone() for p in train_step.encoder.parameters()]
-    moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
+        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("inf")
+    before = copy.deepcopy(collect([train_step]))
+    assert sorted(before) == ["encoder.safetensors", "objective.safetensors", "optimizer.safetensors"]
+    assert bool(before["objective.safetensors"]) == (name != "mlm")
     with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan", "nothing was updated", "optim.lr")):
         train_step.step({"": batch}, 2)
-    assert same_parameters(train_step.encoder, before)
-    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(train_step.optimizer.state.values(), moments, strict=True))
-    assert queue is None or torch.equal(train_step.tasks[0].objective.queue, queue)
+    after = collect([train_step])
+    assert all(torch.equal(after[file][key], value) for file, table in before.items() for key, value in table.items())
 
 
 def test_metrics_count_what_was_computed():
@@ -215,32 +210,12 @@ def test_weights_of_normalisation_layers_of_any_kind_do_not_decay():
     assert parameter_groups(module, 0.1)[0]["params"] == []
 
 
-def of_scd(comm=None, rows=slice(None), tokens=None, name="scd"):
-    """SCD, whose projector and BatchNorm are behind the gather, and a batch of some of its 7 sentences."""
-    [train_step] = train_steps_of(CASES[name], comm, tokens)
-    chosen = np.arange(7)[rows]
-    return train_step, collator_of(train_step.tasks[0]).collate(
-        SENTENCES.take(chosen).combine_chunks(), np.ones(len(chosen), np.int64)
-    )
-
-
 def test_layers_of_another_shape_are_refused(tmp_path):
     train_step, _ = of_scd()
     path = checkpoint.save(tmp_path, state_of(1), collect([train_step]))
     train_step.tasks[0].objective.projector[3] = nn.Linear(12, 9, bias=False).double()
     with pytest.raises(CheckpointError, match=all_of("objective.safetensors", "not fit")):
         load(path, [train_step])
-
-
-def test_a_skipped_step_leaves_the_statistics_alone():
-    train_step, batch = of_scd()
-    train_step.step({"": batch}, 1)
-    before = {name: value.clone() for name, value in train_step.tasks[0].objective.state().items()}
-    with torch.no_grad():
-        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    with pytest.raises(NonFiniteLossError, match="nothing was updated"):
-        train_step.step({"": batch}, 2)
-    assert all(torch.equal(value, before[name]) for name, value in train_step.tasks[0].objective.state().items())
 
 
 WRONG_TERMS = [
@@ -251,43 +226,21 @@ WRONG_TERMS = [
     (lambda _: {"repulsion": torch.tensor(1)}, r"a torch.int64 of shape \[\]"),
     (lambda views: {"repulsion": views.detach().sum()}, "has no gradient .* do not detach them"),
     (lambda views: {"other": views.sum()}, r"\['other'\].* config\.metrics"),
+    (lambda views: {"mlm": views.sum()}, "has the term 'mlm', which the trainer computes"),
 ]
 
 
 @pytest.mark.parametrize("tokens", [None, 60])
-@pytest.mark.parametrize(("terms", "said"), WRONG_TERMS)
-def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
-    train_step, batch = of_scd(tokens=tokens)
-    train_step.tasks[0].objective.loss = lambda gathered: terms(gathered.views)
-    with pytest.raises(UsageError, match=said) as raised:
+@pytest.mark.parametrize(("terms", "message"), WRONG_TERMS)
+def test_terms_that_cannot_be_trained_are_refused_and_one_of_one_entry_is_not(terms, message, tokens):
+    name = "simcse with mlm" if "mlm" in message else "scd"
+    train_step, batch = of_scd(tokens=tokens, name=name)
+    objective = train_step.tasks[0].objective
+    objective.loss = lambda gathered: terms(gathered.views)
+    with pytest.raises(UsageError, match=message) as raised:
         train_step.step({"": batch}, 1)
-    assert "objective scd: `loss` " in str(raised.value)
-
-
-def test_a_term_of_mlm_is_refused():
-    train_step, batch = of_scd(name="simcse with mlm")
-    train_step.tasks[0].objective.loss = lambda gathered: {"mlm": gathered.views.sum()}
-    with pytest.raises(UsageError, match="has the term 'mlm', which the trainer computes"):
-        train_step.step({"": batch}, 1)
-
-
-def detached_on_ranks(comm):
-    """The second of two ranks has no rows, so its part of the views never has a gradient."""
-    train_step, batch = of_scd(comm, slice(0, 0 if comm.rank else 7))
-    train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.detach().sum()}
-    with pytest.raises(UsageError) as refused:
-        train_step.step({"": batch}, 1)
-    return str(refused.value)
-
-
-@pytest.mark.dist
-def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
-    assert all("not detach" in said for said in run_group(2, detached_on_ranks))
-
-
-def test_a_term_of_one_entry_is_a_scalar():
-    train_step, batch = of_scd()
-    train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.square().sum().reshape(1)}
+    assert f"objective {name.split()[0]}: `loss` " in str(raised.value)
+    objective.loss = lambda gathered: {objective.config.metrics[0]: gathered.views.square().sum().reshape(1)}
     assert train_step.step({"": batch}, 1).grad_norm > 0
 
 
@@ -303,32 +256,33 @@ def test_views_of_another_shape_are_refused():
         train_step.step({"": batch}, 1)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (torch.zeros(3, dtype=torch.int64), ("'label'", "torch.int64", "[3]", "[7]")),
-        (torch.zeros(7, dtype=torch.bool), ("'label'", "torch.bool")),
-    ],
-)
-def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
+def test_facts_that_do_not_fit_the_rows_are_refused():
     train_step, batch = of_scd()
-    with pytest.raises(UsageError, match=all_of("objective scd", said)):
-        train_step.step({"": replace(batch, facts={"label": values})}, 1)
+    for dtype, rows, message in ((torch.int64, 3, ("torch.int64", "[3]", "[7]")), (torch.bool, 7, ("torch.bool",))):
+        with pytest.raises(UsageError, match=all_of("objective scd", "'label'", message)):
+            train_step.step({"": replace(batch, facts={"label": torch.zeros(rows, dtype=dtype)})}, 1)
 
 
-def facts_on_one_rank(comm):
-    train_step, batch = of_scd(comm, slice(3 * comm.rank, 3 + 4 * comm.rank))
-    facts = {"label": torch.arange(batch.num_rows)} if comm.rank else {}
-    with pytest.raises(UsageError) as refused:
-        train_step.step({"": replace(batch, facts=facts)}, 1)
-    return str(refused.value)
+def refused_on_ranks(comm):
+    """Facts of the second rank alone; then detached terms, while the second rank has no rows and so no gradient."""
+    messages = []
+    for rows in (slice(3 * comm.rank, 3 + 4 * comm.rank), slice(0, 0 if comm.rank else 7)):
+        train_step, batch = of_scd(comm, rows)
+        if not messages and comm.rank:
+            batch = replace(batch, facts={"label": torch.arange(batch.num_rows)})
+        train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.detach().sum()}
+        with pytest.raises(UsageError) as refused:
+            train_step.step({"": batch}, 1)
+        messages.append(str(refused.value))
+    return messages
 
 
 @pytest.mark.dist
-def test_facts_of_one_worker_only_are_refused_on_all():
-    first, second = run_group(2, facts_on_one_rank)
+def test_facts_of_one_worker_and_detached_terms_are_refused_on_all():
+    (first, *detached), (second, *others) = run_group(2, refused_on_ranks)
     says(first, "collator", "worker 0", "none")
     says(second, "collator", "worker 1", "label")
+    assert all("not detach" in message for message in detached + others)
 
 
 def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
