@@ -44,8 +44,7 @@ def test_metrics_continue_after_a_resume(tmp_path):
     time.sleep(1.1)  # the names of TensorBoard's files are seconds
     second = MetricsWriter(tmp_path, 5)
     take_all(second, 9, first=6)
-    assert steps_in(tmp_path) == list(range(1, 10))
-    assert read_last_step(tmp_path / METRICS)["step"] == 9
+    assert (steps_in(tmp_path), read_last_step(tmp_path / METRICS)["step"]) == (list(range(1, 10)), 9)
     assert shown(tmp_path) == [(step, step / 8) for step in range(1, 10)]
     assert shown(tmp_path, "validation/mrr") == [(4, 0.5)]
 
@@ -55,11 +54,7 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
     bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
     writer.add("step", 1, bad.line())
     writer.close()
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=pytest.fail)
     assert line["loss"] is line["contrastive"] is line["grad_norm"] is None
     assert line["skipped"] is True
     assert shown(tmp_path, "step/skipped") == [(1, 1.0)]
@@ -102,7 +97,6 @@ def take(writer, steps):
 
 
 def take_all(writer, last, first=1):
-    """Takes these steps and ends the writer."""
     take(writer, range(first, last + 1))
     writer.flush()
     writer.close()
@@ -123,19 +117,12 @@ def wait_for_lines(writer, number):
     until(lambda: logger._passed >= number or logger._failed)
 
 
-def test_a_folder_that_was_renamed_before_tensorboard_is_loaded_is_not_made_anew(tmp_path):
-    with pytest.raises(FileNotFoundError), tensorboard(tmp_path / "run", 0):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.parametrize("fault", ["lost", "in the way", "missing"])
 def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, log, monkeypatch, fault):
-    """A folder that is gone, a file in its place, and a package that is not installed."""
     if fault == "in the way":
         (tmp_path / TENSORBOARD).write_text("in the way")
-    if fault == "missing":
+    elif fault == "missing":
         monkeypatch.setattr(errors, "find_spec", lambda _name: None)
     writer = MetricsWriter(tmp_path, 0)
     take(writer, range(1, 4))
@@ -148,6 +135,12 @@ def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, 
     reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}
     says(first, "TensorBoard gets no more metrics", reasons[fault], "metrics.jsonl has all")
     says(second, "TensorBoard lacks", f"{7 if fault == 'lost' else 10} or more")
+
+
+def test_a_folder_that_was_renamed_before_tensorboard_is_loaded_is_not_made_anew(tmp_path):
+    with pytest.raises(FileNotFoundError), tensorboard(tmp_path / "run", 0):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -171,28 +164,26 @@ def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(
         assert [step for step, _ in shown(tmp_path) if step > 300] == [301, 302]
 
 
-@pytest.mark.parametrize("place", ["start", "log", "end", "hang"])
+@pytest.mark.parametrize("place", ["start", "log", "end", "hang", "endless"])
 def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, log, monkeypatch, place):
-    free = threading.Event()
+    free, error = threading.Event(), ImportError("cannot import name 'runtime_version'")
 
     @contextmanager
     def broken():
-        def at(here):
+        def reach(here):
             if here == place:
-                raise ImportError("cannot import name 'runtime_version'")
-
-        def log(_line):
-            at("log")
-            if place == "hang":
+                raise error
+            if here == {"hang": "log", "endless": "end"}.get(place):
                 free.wait(60)
 
-        at("start")
-        yield log
-        at("end")
+        reach("start")
+        yield lambda _line: reach("log")
+        reach("end")
 
     monkeypatch.setattr(loggers, "_MOST_WAITING", 3)
-    writer = MetricsWriter(tmp_path, 0, loggers={"Broken": broken})
-    began = time.monotonic()
+    if place == "endless":
+        monkeypatch.setattr(loggers, "_LAST_SECONDS", 0.2)
+    writer, began = MetricsWriter(tmp_path, 0, loggers={"Broken": broken}), time.monotonic()
     for step in range(1, 7):
         take(writer, [step])
         if place != "hang":  # the queue of a program that works stays short
@@ -201,26 +192,11 @@ def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, 
     writer.close()
     free.set()
     assert time.monotonic() - began < 45  # it does not wait for the program, which hangs for a minute
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
+    assert steps_in(tmp_path) == list(range(1, 7))
     first, last = [text for text in log if "Broken" in text]
-    says(first, "Broken", "it takes no lines" if place == "hang" else "cannot import name 'runtime_version'")
-    says(last, "Broken lacks", f"{0 if place == 'end' else 6} or more")
-
-
-def test_a_program_that_does_not_end_is_left_behind(log, monkeypatch):
-    free = threading.Event()
-
-    @contextmanager
-    def endless():
-        yield lambda _line: None
-        free.wait(60)
-
-    monkeypatch.setattr(loggers, "_LAST_SECONDS", 0.2)
-    logger = loggers.Logger("Endless", endless)
-    logger.add({})
-    logger.close()
-    free.set()
-    says(log[0], "Endless gets no more metrics", "did not end within 0.2 s")
+    reasons = {"hang": "it takes no lines", "endless": "did not end within 0.2 s"}
+    says(first, "Broken gets no more metrics", reasons.get(place, str(error)))
+    says(last, "Broken lacks", f"{0 if place in ('end', 'endless') else 6} or more")
 
 
 def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
@@ -304,10 +280,8 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
     assert [(line["_step"], line["step/loss"]) for line in first[1]] == [(step, step / 8) for step in range(1, 8)]
     assert [line["_step"] for line in second[1]] == [6, 7, 8, 9]
     assert second[1][-1]["validation/mrr"] == 0.5
-    for path in tmp_path.rglob("*"):
-        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
-    for path in (tmp_path / "wandb").glob("*/*.wandb"):
-        assert b"stranger" not in path.read_bytes(), path
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert not [path for path in (tmp_path / "wandb").glob("*/*.wandb") if b"stranger" in path.read_bytes()]
 
 
 @with_wandb
@@ -335,7 +309,6 @@ def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkey
 
 
 def test_the_bar_of_a_continued_run_shows_earlier_steps_and_a_loss_that_is_not_finite(capsys):
-    """Such a loss of an auxiliary task comes with an update that is not skipped."""
     for line, text in ((None, "(15 of 16)"), ({"step": 16, "skipped": False, "loss": None}, "loss not finite")):
         with ProgressBar(lambda line=line: line, 16, [], "docs", done=15):
             pass

@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import tinyruns as runs
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import says
@@ -17,12 +16,10 @@ from tinyruns import problems
 from declutr.cli.main import main
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
 from declutr.trainer.driver import estimate
 from declutr.trainer.train import run_training
-
-SIZES = (60, 90)
-WEIGHTS = [2, 0.5]
 
 shares = st.lists(st.integers(1, 60), min_size=2, max_size=6).map(whole_shares)
 
@@ -35,33 +32,30 @@ def text(rng):
 def corpora(tmp_path_factory):
     """Two folders of documents, one with other spans, one with another tokenizer, one of sentences."""
     top, rng = tmp_path_factory.mktemp("corpora"), random.Random(0)
-    texts = [text(rng) for _ in range(50)]
-    made = {"texts": texts, "validation_fraction": 0.1}
+    common = {"texts": [text(rng) for _ in range(50)], "validation_fraction": 0.1}
 
     def prepared(name, number, kind="documents", **changes):
         rows = [{"text": f"{text(rng)} {row}"} for row in range(number)]
         spans = {"geometry": runs.GEOMETRY} if kind == "documents" else {}
-        return prepare_rows(top / name, kind, rows, **made | spans | changes)[0]
+        return prepare_rows(top / name, kind, rows, **common | spans | changes)[0]
 
     return {
-        "one": prepared("one", SIZES[0]),
-        "two": prepared("two", SIZES[1]),
+        "one": prepared("one", 60),
+        "two": prepared("two", 90),
         "longer": prepared("longer", 20, geometry=runs.GEOMETRY | {"max_tokens": 20}),
         "other": prepared("other", 40, texts=[text(rng).upper() for _ in range(50)]),
         "sentences": prepared("sentences", 40, kind="sentences"),
     }
 
 
-def several(*folders, weights=WEIGHTS):
+def several(*folders, weights=(2, 0.5)):
     return [{"path": str(folder), "weight": weight} for folder, weight in zip(folders, weights, strict=False)]
 
 
-def refused(tmp_path, capsys, data, **changes):
+def refused(tmp_path, capsys, data):
     """What `declutr train` says about this setting; Ray is never started."""
-    values = runs.train_values("data", tmp_path / "run", **changes) | {"data": data}
-    config = tmp_path / "train.yaml"
-    config.write_text(yaml.safe_dump({"train": values}))
-    assert main(["train", str(config)]) == 1
+    values = runs.train_values("data", tmp_path / "run") | {"data": data}
+    assert main(["train", str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
     return capsys.readouterr().err
 
 
@@ -69,37 +63,30 @@ def refused(tmp_path, capsys, data, **changes):
 def test_turns_after_any_number_of_rows_differ_from_the_shares_by_less_than_one(given_shares):
     corpora, places = turns(given_shares)
     read = np.cumsum(np.eye(len(given_shares), dtype=int)[corpora], axis=0)
-    wanted = np.arange(1, len(corpora) + 1)[:, None] * np.array(given_shares) / len(corpora)
-    assert np.abs(read - wanted).max() < 1
+    exact = np.arange(1, len(corpora) + 1)[:, None] * np.array(given_shares) / len(corpora)
+    assert np.abs(read - exact).max() < 1
     assert read[-1].tolist() == list(given_shares)
     assert (places == read[np.arange(len(corpora)), corpora] - 1).all()
 
 
 @given(shares, st.integers(1, 40), st.integers(0, 300), st.data())
-def test_shares_are_exact_over_ten_epochs_and_after_a_resume(given_shares, batch, begun, data):
+def test_shares_are_exact_and_epochs_each_corpus_own_also_after_a_resume(given_shares, batch, begun, data):
     sizes = tuple(data.draw(st.lists(st.integers(5, 50), min_size=len(given_shares), max_size=len(given_shares))))
     plan = Plan(3, sum(sizes), batch, sizes=sizes, shares=given_shares)
     steps = plan.steps_in(10)
     begun = min(begun, steps)
-    rows = [plan.documents(0, begun)[1], plan.documents(begun, steps)[1]]  # a run that stops and is resumed
-    found = np.bincount(np.searchsorted(np.cumsum(sizes), np.concatenate(rows), side="right"), minlength=len(sizes))
-    wanted = steps * batch * np.array(given_shares) / sum(given_shares)
-    assert np.abs(found - wanted).max() < 1
-    assert found.tolist() == plan.rows_read(steps)
+    parts = plan.documents(0, begun), plan.documents(begun, steps)  # a run that stops and is resumed
+    epochs, documents = (np.concatenate(part) for part in zip(*parts, strict=True))
+    corpora = np.searchsorted(np.cumsum(sizes), documents, side="right")
+    read = np.bincount(corpora, minlength=len(sizes)).tolist()
+    assert np.abs(read - steps * batch * np.array(given_shares) / sum(given_shares)).max() < 1
+    assert read == plan.rows_read(steps)
     in_batches = np.diff([plan.rows_read(step) for step in range(steps + 1)], axis=0)
     assert (in_batches.max(axis=0) <= plan.most_in_batch()).all()
-
-
-@given(shares, st.integers(1, 40))
-def test_each_corpus_has_its_own_epochs(given_shares, batch):
-    sizes = tuple(range(7, 7 + len(given_shares)))
-    plan = Plan(3, sum(sizes), batch, sizes=sizes, shares=given_shares)
-    epochs, documents = plan.documents(0, plan.steps_in(8))
     for corpus, size in enumerate(sizes):
-        mine = np.searchsorted(np.cumsum(sizes), documents, side="right") == corpus
-        for epoch in range(int(mine.sum()) // size):
-            first = sum(sizes[:corpus])
-            assert sorted(documents[mine & (epochs == epoch)].tolist()) == list(range(first, first + size))
+        for epoch in range(read[corpus] // size):
+            rows = documents[(corpora == corpus) & (epochs == epoch)] - sum(sizes[:corpus])
+            assert sorted(rows.tolist()) == list(range(size))
 
 
 def test_corpora_of_one_size_have_different_orders():
@@ -109,25 +96,22 @@ def test_corpora_of_one_size_have_different_orders():
     assert documents[documents < 40].tolist() == Plan(3, 40, 40).documents(0, 1)[1].tolist()
 
 
-@pytest.mark.parametrize(
-    ("weights", "whole"), [([0.7, 0.3], (7, 3)), ([2, 0.5], (4, 1)), ([5], (1,)), ([0.1, 0.2, 0.3], (1, 2, 3))]
-)
-def test_weights_are_the_decimals_that_were_written(weights, whole):
-    assert whole_shares(weights) == whole
+def test_weights_are_the_decimals_that_were_written():
+    shares = {(0.7, 0.3): (7, 3), (2, 0.5): (4, 1), (5,): (1,), (0.1, 0.2, 0.3): (1, 2, 3)}
+    assert {weights: whole_shares(weights) for weights in shares} == shares
 
 
 @pytest.mark.parametrize("part", [None, (0.5, 7)])
 def test_documents_of_several_corpora_are_numbered_one_after_the_other(corpora, part):
-    folders = [corpora["one"], corpora["two"]]
-    joined = ShardSet(folders[0], "train", part=part, others=folders[1:])
-    single = [ShardSet(folder, "train", part=part) for folder in folders]
-    assert joined.sizes == tuple(one.num_documents for one in single)
-    ids = [one.take(np.arange(one.num_documents))["id"].to_pylist() for one in single]
-    rng = np.random.default_rng(0)
-    rows = rng.permutation(joined.num_documents)
-    assert joined.take(rows)["id"].to_pylist() == [[*ids[0], *ids[1]][row] for row in rows.tolist()]
-    totals = [one.manifest.totals for one in single]
-    assert joined.manifest.totals["kept_train"] == sum(one["kept_train"] for one in totals)
+    first, second = corpora["one"], corpora["two"]
+    joined = ShardSet(first, "train", part=part, others=[second])
+    single = [ShardSet(folder, "train", part=part) for folder in (first, second)]
+    assert joined.sizes == tuple(shards.num_documents for shards in single)
+    ids = [name for shards in single for name in shards.take(np.arange(shards.num_documents))["id"].to_pylist()]
+    rows = np.random.default_rng(0).permutation(joined.num_documents)
+    assert joined.take(rows)["id"].to_pylist() == [ids[row] for row in rows.tolist()]
+    totals = [shards.manifest.totals["kept_train"] for shards in (joined, *single)]
+    assert totals[0] == totals[1] + totals[2]
 
 
 NO_NUMBERS = {
@@ -144,59 +128,50 @@ REFUSED = [
 @pytest.mark.parametrize(("weights", "facts"), REFUSED)
 def test_weights_that_are_no_shares_are_refused(corpora, tmp_path, capsys, weights, facts):
     data = several(corpora["one"])[0] if weights is None else several(corpora["one"], corpora["two"], weights=weights)
-    said = refused(tmp_path, capsys, data)
-    says(said, *facts)
-    assert "1 problem(s)" in said or weights is None or weights[0] != 1
+    message = refused(tmp_path, capsys, data)
+    says(message, *facts)
+    assert "1 problem(s)" in message or weights is None or weights[0] != 1
 
 
 def test_all_problems_of_the_places_are_listed_at_once(corpora, tmp_path, capsys):
     data = several(corpora["one"], tmp_path / "nowhere", weights=[-1, 1])
-    data.append({"path": "x", "wieght": 2})
-    said = refused(tmp_path, capsys, data)
-    says(said, "data.0.weight = -1")
-    says(said, "data.1.path", "no such folder")
-    says(said, "data.2.wieght", "unknown key")
-    says(said, "data.2.weight", "missing")
+    message = refused(tmp_path, capsys, [*data, {"path": "x", "wieght": 2}])
+    problems = {"0.weight": "= -1", "1.path": "no such folder", "2.wieght": "unknown key", "2.weight": "missing"}
+    for name, problem in problems.items():
+        says(message, f"data.{name}", problem)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("longer", "geometry.max_tokens is 20, not 16"), ("other", "tokenizer is"), ("sentences", "content.kind is")],
-)
-def test_corpora_that_were_prepared_otherwise_are_refused(corpora, tmp_path, name, reason):
-    config = runs.train_config(several(corpora["one"], corpora[name]), tmp_path / "run")
-    says(problems(config), "data.1.path", corpora[name], corpora["one"], reason, "prepare both alike")
-
-
-def test_a_copy_of_a_corpus_is_refused(corpora, tmp_path):
-    shutil.copytree(corpora["one"], tmp_path / "copy")
-    for place in (tmp_path / "copy", f"{corpora['one']}/../out"):
-        config = runs.train_config(several(corpora["one"], place), tmp_path / "run")
-        says(problems(config), "data.1.path", "holds the same shards as", "data.0.path")
+def test_corpora_that_were_prepared_otherwise_or_are_copies_are_refused(corpora, tmp_path):
+    first = corpora["one"]
+    otherwise = {
+        "longer": "geometry.max_tokens is 20, not 16", "other": "tokenizer is", "sentences": "content.kind is"
+    }  # fmt: skip
+    places = {corpora[name]: (corpora[name], first, why, "prepare both alike") for name, why in otherwise.items()}
+    copies = shutil.copytree(first, tmp_path / "copy"), f"{first}/../out"
+    for place, facts in (places | dict.fromkeys(copies, ("holds the same shards as", "data.0.path"))).items():
+        config = runs.train_config(several(first, place), tmp_path / "run")
+        says(problems(config), "data.1.path", facts)
 
 
 def test_a_batch_that_repeats_documents_of_a_small_corpus_is_refused(corpora, tmp_path):
     data = several(corpora["one"], corpora["two"], weights=[4, 1])
-    found = problems(runs.train_config(data, tmp_path / "run", batch_documents=70))
-    says(found, "batch_documents = 70", "57 rows of", corpora["one"])
-    fewer = problems(runs.train_config(data, tmp_path / "run", batch_documents=16, data_fraction=0.1))
-    says(fewer, "data_fraction = 0.1", corpora["one"], "14", "increase it")
+    for changes, facts in (
+        ({"batch_documents": 70}, ("batch_documents = 70", "57 rows of")),
+        ({"batch_documents": 16, "data_fraction": 0.1}, ("data_fraction = 0.1", "14", "increase it")),
+    ):
+        says(problems(runs.train_config(data, tmp_path / "run", **changes)), facts, corpora["one"])
 
 
-def local_values(corpora, run, **changes):
+def local_values(corpora, run):
     data = several(corpora["one"], corpora["two"])
-    scaling = {"num_workers": 0, "elastic_determinism": True}
-    kept = {"every_steps": 4, "keep_last": 3}
-    validation = {"every_steps": 4}
-    changes = {"steps": 12, "validation": validation, "checkpoint": kept, "scaling": scaling, **changes}
-    return runs.train_config(data, run, **changes)
+    scaling, checkpoint = {"num_workers": 0, "elastic_determinism": True}, {"every_steps": 4, "keep_last": 3}
+    return runs.train_values(data, run, steps=12, validation={"every_steps": 4}, checkpoint=checkpoint, scaling=scaling)
 
 
 @pytest.fixture(scope="module")
 def trained(corpora, tmp_path_factory):
-    """A run on two corpora in this process."""
     run = tmp_path_factory.mktemp("mixture") / "run"
-    run_training(local_values(corpora, run))
+    run_training(TrainConfig.model_validate(local_values(corpora, run)))
     return run
 
 
@@ -230,9 +205,7 @@ def test_run_on_two_corpora_logs_the_rows_of_each_and_why_finds_them(corpora, tr
 @pytest.mark.slow
 def test_plan_counts_the_passes_of_each_corpus(corpora, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(estimate, "_SECONDS", 0.5)
-    values = local_values(corpora, tmp_path / "run").model_dump(mode="json")
-    config = tmp_path / "train.yaml"
-    config.write_text(yaml.safe_dump({"train": values}))
+    config = runs.write_config(tmp_path / "train.yaml", train=local_values(corpora, tmp_path / "run"))
     assert main(["train", str(config), "--plan"]) == 0
     sizes = ShardSet(corpora["one"], "train", others=[corpora["two"]]).sizes
     passes = f"{77 / sizes[0]:,.3g} pass(es) over its {sizes[0]}"
@@ -243,6 +216,5 @@ def test_plan_counts_the_passes_of_each_corpus(corpora, tmp_path, capsys, monkey
 def test_run_with_other_weights_or_corpora_is_refused(corpora, trained):
     other = several(corpora["one"], corpora["two"], weights=[1, 1])
     turned = several(corpora["two"], corpora["one"])
-    for data, told in ((other, ("data.weight", "[4, 1]")), (turned, ("other shards", "data.0.path"))):
-        changed = {"data": runs.least_config(data=data).data}
-        says(problems(local_values(corpora, trained).model_copy(update=changed)), told)
+    for data, facts in ((other, ("data.weight", "[4, 1]")), (turned, ("other shards", "data.0.path"))):
+        says(problems(TrainConfig.model_validate(local_values(corpora, trained) | {"data": data})), facts)

@@ -38,8 +38,7 @@ def plainly(rows, epochs, shards, rate, seed):
         draws = words[0] / 2**32
         clip, label = np.array(row["frames"][0].as_py()).reshape(-1, MELS), row["label"][0].as_py()
         if draws[0] < rate:
-            other = shards.slice(int(draws[1] * len(shards)), 1)
-            share = sorted(draws[2:])[9]
+            other, share = shards.slice(int(draws[1] * len(shards)), 1), sorted(draws[2:])[9]
             powers = share**2 * np.exp(clip)
             for frame, energies in enumerate(np.array(other["frames"][0].as_py()).reshape(-1, MELS)[: len(clip)]):
                 powers[frame] += (1 - share) ** 2 * np.exp(energies)
@@ -51,7 +50,6 @@ def plainly(rows, epochs, shards, rate, seed):
 
 
 def mixed(rate, seed, epochs, rows=CLIPS):
-    """Rows with mixtures of themselves and of all clips."""
     return ClipFetch(CropConfig(), 16, seed, rate).mixed(rows, np.asarray(epochs), Rows(CLIPS))
 
 
@@ -68,7 +66,6 @@ def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
 
 
 def test_a_clip_is_mixed_by_its_epoch_and_not_by_its_batch():
-    """Any worker and any slice of the table reads the same mixtures; another epoch and another seed read others."""
     whole = mixed(0.5, 7, [2] * 7)
     assert whole.schema.equals(CLIPS.schema)
     for start, number in ((0, 3), (3, 0), (3, 4)):
@@ -123,7 +120,10 @@ def test_one_masked_spectrogram_is_fed_twice():
     assert any((clip == 0).any() for clip in shared)
 
 
-def test_mixed_clips_are_masked_afterwards():
+def test_mixed_clips_are_masked_afterwards_and_images_are_neither_mixed_nor_masked():
+    images, epochs = image_rows([(9, 9)] * 3), np.zeros(3, np.int64)
+    collator = ClipCollator(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
+    assert collator.fetch(images, epochs, Rows(images)).equals(collator.fetch.views(images, epochs))
     clips, _ = views_of(CLIPS, np.arange(7), masks={"freq_mask": 3, "time_mask": 4, "shared": True}, mixup=1.0)
     for view, clip in zip(clips[::2], clips_of(mixed(1.0, 3, np.arange(7))), strict=True):
         assert np.array_equal(view[view != 0], clip[view != 0])
@@ -133,14 +133,12 @@ def test_mixed_clips_are_masked_afterwards():
 
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory):
-    """Shards of twelve sounds of three labels."""
     content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
     files = {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)}
     return ShardSet(prepare_media(tmp_path_factory.mktemp("sounds"), content, files)[0], "train")
 
 
 def test_the_partner_and_share_of_a_mixture_are_told(sounds):
-    """Those by which the plain writing mixes; a clip that is not mixed has none."""
     epochs, rows = np.zeros(6, np.int64), sounds.take(np.arange(6))
     collator = ClipCollator(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
     every = sounds.take(np.arange(sounds.num_documents))
@@ -157,18 +155,10 @@ def test_the_partner_and_share_of_a_mixture_are_told(sounds):
             np.testing.assert_allclose(after, expected, atol=0.01)
 
 
-def test_images_are_neither_mixed_nor_masked():
-    rows = image_rows([(9, 9)] * 3)
-    collator = ClipCollator(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
-    epochs = np.zeros(3, np.int64)
-    assert collator.fetch(rows, epochs, Rows(rows)).equals(collator.fetch.views(rows, epochs))
-
-
 def test_tasks_that_read_shards_mix_as_the_worker_does(sounds):
     """A chunk of real shards, read by another process's copy of the fetch, for one worker and for two."""
     config = SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True})
-    collator = ClipCollator(config, FrontendConfig(patch_size=(2, MELS)), 3)
-    plan = Plan(0, sounds.num_documents, 6)
+    collator, plan = ClipCollator(config, FrontendConfig(patch_size=(2, MELS)), 3), Plan(0, sounds.num_documents, 6)
 
     def chunk(rank, workers):
         part = rank_plan(plan, sounds, rank, workers, 0, 2, fetch=pickle.loads(pickle.dumps(collator.fetch)))
@@ -198,8 +188,7 @@ PLAIN = {"hflip": 0.0, "color_jitter_prob": 0.0, "grayscale_prob": 0.0}
 
 
 def boxes(count=2000, size=(200, 200), **config):
-    crops = ClipFetch(CropConfig(**config), 32, 0)
-    rng = np.random.default_rng(0)
+    crops, rng = ClipFetch(CropConfig(**config), 32, 0), np.random.default_rng(0)
     return np.array([crops._box(size, rng.random(30)) for _ in range(count)])
 
 
@@ -241,23 +230,18 @@ def test_areas_and_sides_of_crops_follow_the_plain_law(min_scale):
 
 
 def test_colours_change_by_their_own_draws():
-    crops, image = ClipFetch(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
-    draws = np.random.default_rng(0).random(40)
-    found = [np.asarray(crops.view(image, draws))]
-    for place in range(33, 37):  # brightness, contrast, saturation, hue
-        changed = draws.copy()
-        changed[place] = (changed[place] + 0.5) % 1
-        found.append(np.asarray(crops.view(image, changed)))
-    assert len({one.tobytes() for one in found}) == 5
+    crops = ClipFetch(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0)
+    draws = np.tile(np.random.default_rng(0).random(40), (5, 1))
+    draws[range(1, 5), range(33, 37)] += 0.5  # brightness, contrast, saturation, hue
+    assert len({crops.view(picture(), row % 1).tobytes() for row in draws}) == 5
 
 
 def test_views_are_keyed_by_image_epoch_view_and_seed_and_by_nothing_else():
     table = rows([picture(), picture(), picture(1)])
     first, second, third = views(table, [0, 0, 3])
+    others = views(table, [1, 0, 3])[0], views(table, [0, 0, 3], seed=1)[0]
     assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first, second)  # another id, the same picture
-    assert not np.array_equal(first, views(table, [1, 0, 3])[0])
-    assert not np.array_equal(first, views(table, [0, 0, 3], seed=1)[0])
+    assert not any(np.array_equal(first, other) for other in (second, *others))  # second: another id, the same picture
     assert np.array_equal(third, views(table.slice(2), [3])[0])
 
 

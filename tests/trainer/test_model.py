@@ -2,20 +2,11 @@
 
 import families
 import pytest
+import tiny
 import torch
 from measures import deviation
 from messages import all_of
-from tiny import (
-    FAMILIES,
-    HALF,
-    VOCABULARY,
-    documents,
-    random_spans,
-    rank_batch,
-    tiny_collator,
-    tiny_encoder,
-    tiny_train_step,
-)
+from tiny import FAMILIES, HALF, VOCABULARY, random_spans, tiny_encoder
 from tokenizers import Tokenizer, models
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +15,6 @@ from vocabularies import ROLES
 
 from declutr.common.errors import EncoderError
 from declutr.trainer.build import freeze_unused
-from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import mlm_head
@@ -36,13 +26,9 @@ from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {
-    "mixed": MIXED,
-    "single span": [17],
-    "one token of content": [3, 3, 3],
-    "one token": [1, 20, 1],
-    "equal lengths": [11, 11, 11, 11],
-    "long and short": [36, 3],
-}
+    "mixed": MIXED, "single span": [17], "one token of content": [3, 3, 3], "one token": [1, 20, 1],
+    "equal lengths": [11, 11, 11, 11], "long and short": [36, 3],
+}  # fmt: skip
 
 
 def values_and_gradients(encoder, batch):
@@ -56,8 +42,10 @@ def values_and_gradients(encoder, batch):
 
 
 def difference(family, lengths, dtype=torch.float64):
-    """Deviation of the packed layout from the padded one."""
+    """Deviation of packed from padded spans. MLM may draw the padding id, a token whose positions RoBERTa skips."""
     batch = random_spans(lengths, num_selected=min(5, sum(lengths) // 2))
+    if lengths == MIXED:
+        batch.input_ids[[4, 15, 16, 70]] = 1
     packed, padded = (
         values_and_gradients(tiny_encoder(family, dtype, layout=layout), batch) for layout in ("packed", "padded")
     )
@@ -71,17 +59,6 @@ def test_packed_batch_equals_padded_one(family, lengths):
     assert difference(family, lengths) < 1e-10
     if lengths == MIXED:
         assert difference(family, MIXED, torch.float32) < 1e-5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_id_inside_a_span_is_a_token_like_others(family):
-    """MLM may draw the padding id as a replacement. It is a token like others; RoBERTa's positions skip it."""
-    batch = random_spans(MIXED)
-    ids = batch.input_ids.clone()
-    ids[[4, 15, 16, 70]] = 1
-    batch = SpanBatch(ids, batch.lengths, batch.selected, batch.labels)
-    packed, padded = (tiny_encoder(family, layout=layout).embed(batch) for layout in ("packed", "padded"))
-    assert deviation([packed], [padded]) < 1e-10
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -98,9 +75,7 @@ def test_pooling_equals_a_plain_writing(pooling):
 def test_batch_without_spans_has_empty_embeddings(pooling, layout):
     encoder = tiny_encoder(pooling=pooling, layout=layout, projection={"kind": "linear", "size": 6})
     embeddings, mlm = encoder(random_spans([]))
-    assert embeddings.shape == (0, 6)
-    assert mlm.item() == 0.0
-    assert encoder.embed(random_spans([])).shape == (0, 16)
+    assert (embeddings.shape, mlm.item(), encoder.embed(random_spans([])).shape) == ((0, 6), 0.0, (0, 16))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -147,9 +122,7 @@ def test_an_unknown_head_and_an_unknown_type_are_refused():
 def test_packs_tells_who_can(family):
     """Trying the layouts leaves the encoder as it was; positions that the padded forward does not use are found out."""
     encoder = tiny_encoder(family, torch.float32)
-    assert embedding_layout(encoder) == "packed"
-    assert encoder.training
-    assert encoder.config.layout == "packed"
+    assert (embedding_layout(encoder), encoder.config.layout, encoder.training) == ("packed", "packed", True)
     if family != "modernbert":  # its positions are relative: shifted ones change nothing
         encoder.padding_index = 30
         assert embedding_layout(encoder) == "padded"
@@ -195,26 +168,13 @@ def test_equal_to_torchs_counter():
         assert forward.get_total_flops() + attention == step_flops(encoder.model, batch.lengths, 7) / 3
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", 181e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L400", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_peak_of_a_gpu_follows_from_its_name(name, peak):
-    assert peak_flops(name, half=True) == peak
+def test_peak_of_a_gpu_follows_from_its_name():
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H200": 989e12,
+        "NVIDIA GH200 480GB": 989e12, "NVIDIA A10G": 70e12, "NVIDIA B200": 2250e12, "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA L40S": 362e12, "NVIDIA L40": 181e12, "NVIDIA L4": 121e12, "NVIDIA L400": None, "Tesla T4": None,
+    }  # fmt: skip
+    assert {name: peak_flops(name, half=True) for name in peaks} == peaks
     assert peak_flops(gpu_name(torch.device("cpu")), half=True) is None
 
 
@@ -237,35 +197,31 @@ def test_frozen_parameters_leave_the_last_layer_and_its_norm(kind):
     assert not frozen_parameters(model, None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers", "told"),
-    [
-        ("albert", 1, ("2 layers", "model type albert", "share")),
-        ("bert", 3, ("num_trainable_layers = 3", "2 layers", "at most 2")),
-    ],
-)
-def test_frozen_parameters_of_shared_or_too_many_layers_are_refused(kind, layers, told):
-    with pytest.raises(EncoderError, match=all_of(told)):
-        frozen_parameters(model_of(kind), layers)
+def test_frozen_parameters_of_shared_or_too_many_layers_are_refused():
+    with pytest.raises(EncoderError, match=all_of("2 layers", "model type albert", "share")):
+        frozen_parameters(model_of("albert"), 1)
+    with pytest.raises(EncoderError, match=all_of("num_trainable_layers = 3", "2 layers", "at most 2")):
+        frozen_parameters(model_of("bert"), 3)
 
 
 def gradients(family, num_trainable_layers, tokens):
-    """Gradients of a step by name, those of a head and of a projection among them."""
     config, head = DeclutrConfig(masking=HALF), {"kind": "mlp", "size": 6}
     encoder = tiny_encoder(family, projection=head, num_trainable_layers=num_trainable_layers, dropout=0.1)
-    train_step = tiny_train_step(encoder, config, microbatch_tokens=tokens)
+    train_step = tiny.tiny_train_step(encoder, config, microbatch_tokens=tokens)
     freeze_unused(encoder, train_step.tasks)
     train_step.optimizer.zero_grad()
-    train_step.gradients({"": rank_batch(tiny_collator(config), documents([48, 70, 49], 12), 0, None)}, 1)
+    train_step.gradients(
+        {"": tiny.rank_batch(tiny.tiny_collator(config), tiny.documents([48, 70, 49], 12), 0, None)}, 1
+    )
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [None, 60])
 def test_gradients_of_trained_layers_are_those_of_the_whole_encoder(family, tokens):
-    every, some = gradients(family, None, tokens), gradients(family, 1, tokens)
-    assert 0 < len(some) < len(every)
-    assert any("layer.1" in name or "layers.1" in name for name in some)
-    assert not any("embeddings" in name for name in some)
-    assert deviation([some[name] for name in some], [every[name] for name in some]) < 1e-10
-    assert {name for name in some if "projection" in name or "head" in name or "cls" in name}
+    every, last = gradients(family, None, tokens), gradients(family, 1, tokens)
+    assert len(last) < len(every)
+    assert any("layer.1" in name or "layers.1" in name for name in last)
+    assert any("projection" in name or "head" in name or "cls" in name for name in last)
+    assert not any("embeddings" in name for name in last)
+    assert deviation(last.values(), [every[name] for name in last]) < 1e-10

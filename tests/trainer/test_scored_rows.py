@@ -1,6 +1,5 @@
 """The rows that a validation scores: named by content, checked before the start, without copies."""
 
-import json
 import random
 import shutil
 
@@ -8,14 +7,15 @@ import numpy as np
 import pytest
 import tinyruns as runs
 from messages import says
-from preparing import prepare_rows
-from textruns import SCL, write_texts
+from preparing import make_pair, prepare_rows
+from textruns import LABELS, SCL, write_texts
 from tinyruns import problems
 
 from declutr.cli.main import main
 from declutr.common.errors import CheckpointError, TrainingFailedError
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.checks import corpora_remarks, resolve
 from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.objectives.scores import held_out_rows
@@ -31,7 +31,7 @@ def texts(seed, number):
 
 def shards(folder, seed=1, number=60, rows=None, **settings):
     """Documents of the seed, with one tokenizer for all seeds."""
-    rows = [{"text": text} for text in texts(seed, number)] if rows is None else rows
+    rows = [{"text": text} for text in rows or texts(seed, number)]
     settings = {"geometry": runs.GEOMETRY, "texts": texts(0, 50), "validation_fraction": 0.1} | settings
     return prepare_rows(folder, "documents", rows, **settings)[0]
 
@@ -46,15 +46,9 @@ def finished(data, tmp_path_factory):
     """A run that validates on other shards and on judged pairs."""
     top = tmp_path_factory.mktemp("finished")
     write_texts(top)
-    other = shards(top / "other", seed=2, validation_fraction=0.0)
-    config = with_validation(data, top / "run", data=other, stsb=top)
+    config = with_validation(data, top / "run", data=shards(top / "other", 2, validation_fraction=0.0), stsb=top)
     run_training(config)
     return config, top
-
-
-@pytest.fixture
-def other(tmp_path):
-    return shards(tmp_path / "other", seed=2, validation_fraction=0.0)
 
 
 def with_validation(trained, run, **places):
@@ -100,25 +94,22 @@ def test_other_shards_that_the_spans_do_not_fit_are_refused_by_name(data, tmp_pa
         assert found == [], "a validation draws one anchor"
 
 
-def test_missing_shard_of_other_shards_is_named_before_the_start(data, other, tmp_path):
-    shard = next(other.rglob("*.arrow"))
-    shard.unlink()
-    says(problems(with_validation(data, tmp_path / "run", data=other)), "validation.data", shard.name, "missing")
-
-
-def test_rows_that_an_auxiliary_task_trains_on_are_not_scored(data, other, tmp_path):
+def test_shards_that_are_trained_on_too_or_lack_a_file_are_named_before_the_start(data, tmp_path):
+    other = shards(tmp_path / "other", seed=2, validation_fraction=0.0)
     config = with_validation(data, tmp_path / "run", data=other)
-    spans = config.spans.model_dump()
-    task = {"more": {"data": str(other), "batch_documents": 8, "spans": spans}}
+    task = {"more": {"data": str(other), "batch_documents": 8, "spans": config.spans.model_dump()}}
     both = type(config).model_validate(config.model_dump() | {"auxiliary_tasks": task})
     says(problems(both), f"validation.data = {other}", "rows that the run trains on")
+    shard = next(other.rglob("*.arrow"))
+    shard.unlink()
+    says(problems(config), "validation.data", shard.name, "missing")
 
 
-@pytest.mark.parametrize("place", ["$UNSET_SHARDS/val", ""])
-def test_place_that_cannot_be_expanded_is_named_with_its_setting_and_all_others(data, tmp_path, place):
-    found = problems(with_validation(data, tmp_path / "run", data=place, stsb="$UNSET_PAIRS"))
-    says(found, f"validation.data = {place}: ")
-    says(found, "validation.stsb = $UNSET_PAIRS", "is not set")
+def test_place_that_cannot_be_expanded_is_named_with_its_setting_and_all_others(data, tmp_path):
+    for place in ("$UNSET_SHARDS/val", ""):
+        found = problems(with_validation(data, tmp_path / "run", data=place, stsb="$UNSET_PAIRS"))
+        says(found, f"validation.data = {place}: ")
+        says(found, "validation.stsb = $UNSET_PAIRS", "is not set")
 
 
 def test_run_without_a_checkpoint_takes_other_settings(data, tmp_path):
@@ -127,15 +118,12 @@ def test_run_without_a_checkpoint_takes_other_settings(data, tmp_path):
     with pytest.raises(TrainingFailedError, match=r"optim\.lr"):
         run_training(runs.train_config(data, run, optim={"lr": 1e30}, steps=4, scaling=LOCAL))
     assert not list((run / "checkpoints").glob("step-*"))
-    summary = run_training(runs.train_config(data, run, optim={"lr": 1e-4}, steps=2, scaling=LOCAL))
-    assert summary["steps"] == 2
+    assert run_training(runs.train_config(data, run, steps=2, scaling=LOCAL))["steps"] == 2
 
 
 def test_copies_in_several_corpora_are_scored_once(tmp_path):
-    same = [{"text": text} for text in texts(5, 40)]
-    more = [{"text": text} for text in texts(6, 20)]
-    named = {"one": same, "two": same + more}
-    places = [shards(tmp_path / name, rows=rows, validation_fraction=0.5) for name, rows in named.items()]
+    corpora = {"first": texts(5, 40), "second": texts(5, 40) + texts(6, 20)}
+    places = [shards(tmp_path / name, rows=rows, validation_fraction=0.5) for name, rows in corpora.items()]
     held_out = ShardSet(places[0], "held-out", others=places[1:])
     rows = held_out_rows(held_out, 1000, seed=3)
     keys = document_keys(held_out.take(rows))
@@ -158,12 +146,10 @@ def test_corpora_that_meet_themselves_or_hold_out_other_texts_are_named(tmp_path
 
 @pytest.mark.slow
 def test_a_share_counts_the_rows_that_it_reads(tmp_path, capsys):
-    more = shards(tmp_path / "more", seed=9, number=100)
-    part = tmp_path / "part"
+    more, part = shards(tmp_path / "more", seed=9, number=100), tmp_path / "part"
     share = runs.train_values(more, part, steps=2, scaling=LOCAL, data_fraction=0.5)
-    run_training(runs.train_config(more, part, steps=2, scaling=LOCAL, data_fraction=0.5))
-    total = ShardSet(more, "train").num_documents
-    read = ShardSet(more, "train", part=(0.5, 0)).num_documents
+    run_training(TrainConfig.model_validate(share))
+    total, read = (ShardSet(more, "train", part=rows).num_documents for rows in (None, (0.5, 0)))
     says((part / "export" / "README.md").read_text(), f"{read} of {total} training documents")
     path = runs.write_config(tmp_path / "share.yaml", train=share | {"run": str(tmp_path / "planned")})
     assert main(["train", str(path), "--plan"]) == 0
@@ -172,58 +158,53 @@ def test_a_share_counts_the_rows_that_it_reads(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_score_that_the_rows_do_not_have_ends_the_run_at_its_first_validation(tmp_path):
-    write_texts(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["label"] != "entailment"]
-    made, _ = prepare_rows(tmp_path / "pairs", {"kind": "pairs"}, rows)
+    rows = [make_pair(f"premise {n // 2}", f"hypothesis {n}", LABELS[1 + n % 2]) for n in range(120)]
+    pairs, _ = prepare_rows(tmp_path / "pairs", {"kind": "pairs"}, rows)
     changes = {"export": "best", "validation": {"every_steps": 2, "score": "recall_at_1"}}
-    config = runs.train_config(made, tmp_path / "run", objective=SCL, scaling=LOCAL, **changes)
+    config = runs.train_config(pairs, tmp_path / "run", objective=SCL, scaling=LOCAL, **changes)
     assert problems(config) == []
     with pytest.raises(TrainingFailedError, match="recall_at_1"):
         run_training(config)
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("what", ["shards", "pairs"])
-def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tmp_path, what):
+def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tmp_path):
     """As if a worker died, and the next one found something else: it would begin again at step 0."""
     write_texts(tmp_path)
-    own = shutil.copytree(data, tmp_path / "data")
-    config = with_validation(own, tmp_path / "run", stsb=tmp_path)
+    own, pairs = shutil.copytree(data, tmp_path / "data"), tmp_path / "sts-dev.csv"
+    config, before = with_validation(own, tmp_path / "run", stsb=tmp_path), pairs.read_text()
     run_training(config)
     plan = resolve(config)
-    if what == "shards":
-        shutil.rmtree(own)
-        shutil.copytree(shards(tmp_path / "new", seed=4), own)
-    else:
-        path = tmp_path / "sts-dev.csv"
-        path.write_text(path.read_text().replace("\t4.", "\t3."))
-    local = Supervisor(plan, Signals(), 0.0, None)
-    with pytest.raises(TrainingFailedError, match=f"{own if what == 'shards' else 'validation.stsb'} on .* differ"):
-        local.run_to_end()
-    assert steps_in(tmp_path / "run" / "checkpoints") == [2]
+    for place in ("validation.stsb", own):
+        pairs.write_text(before.replace("\t4.", "\t3.") if place != own else before)
+        if place == own:
+            shutil.rmtree(own)
+            shutil.copytree(shards(tmp_path / "new", seed=4), own)
+        with pytest.raises(TrainingFailedError, match=f"{place} on .* differ"):
+            Supervisor(plan, Signals(), 0.0, None).run_to_end()
+        assert steps_in(tmp_path / "run" / "checkpoints") == [2]
 
 
 def test_finished_run_without_its_checkpoints_does_not_begin_again(data, tmp_path):
     run = tmp_path / "run"
     config = runs.train_config(data, run, steps=2, scaling=LOCAL, checkpoint={"every_steps": 1})
     run_training(config)
-    kept = ("metrics.jsonl", "config.yaml", "resume_settings.json")
-    before = [(run / name).read_bytes() for name in kept]
     shutil.rmtree(run / "checkpoints")
+    files = [run / name for name in ("metrics.jsonl", "config.yaml", "resume_settings.json")]
+    before = [path.read_bytes() for path in files]
     for settings in (config, config.model_copy(update={"seed": 5})):
         with pytest.raises(CheckpointError, match="has finished"):
             run_training(settings)
-    assert [(run / name).read_bytes() for name in kept] == before
+    assert [path.read_bytes() for path in files] == before
 
 
 def test_export_outlives_its_checkpoint(data, tmp_path, log):
     """The best checkpoint breaks after the end of the run; the second best does not replace its encoder."""
     best = {"validation": {"every_steps": 1}, "export": "best", "checkpoint": {"every_steps": 1, "keep_last": 4}}
     config = runs.train_config(data, tmp_path / "run", steps=4, scaling=LOCAL, **best)
-    step = run_training(config)["exported_step"]
-    weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    step, weights = run_training(config)["exported_step"], tmp_path / "run" / "export" / "model.safetensors"
+    before = weights.read_bytes()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
     assert run_training(config)["exported_step"] == step
-    assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
+    assert weights.read_bytes() == before
     assert any(f"step {step}, which is gone" in line for line in log)

@@ -41,17 +41,14 @@ CASES = {
     "a frozen projection": {"tokens": 60, "objective": tiny.OBJECTIVES["mlm"], "frozen": "projection"},
     "frozen layers": {"tokens": 60, "encoder": {**DROPOUT, "num_trainable_layers": 1}},
     "padded": {"tokens": 60, "encoder": {**DROPOUT, "attention_dropout": 0.0, "layout": "padded"}},
-    "bert": {"tokens": 60, "family": "bert"},
-    "modernbert": {"tokens": 60, "family": "modernbert", "encoder": {"dropout": 0.2}},
 }
 
 
-def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, family="roberta", optim=None, **given):
+def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, optim=None, **given):
     """A train step, sharded where there are several ranks, and this rank's share of a batch."""
     config = DeclutrConfig(**(objective or tiny.OBJECTIVES["both"]))
     optim = OptimConfig(**{"lr": 1e-2, "bias_correction": False, **(optim or {})})
-    model = tiny_encoder(family, given.pop("dtype", torch.float64), **encoder)
-    frozen = given.pop("frozen", None)
+    model, frozen = tiny_encoder(dtype=given.pop("dtype", torch.float64), **encoder), given.pop("frozen", None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or not name.startswith(frozen))
     for parameter in frozen_parameters(model.model, model.config.num_trainable_layers):
@@ -72,7 +69,6 @@ def moments(train_step):
 
 
 def one_step(comm):
-    """Loss and gradient of a batch; after a step metrics, weights, moments and the queue, by case."""
     results = {}
     for name, case in CASES.items():
         train_step, batch = setup(comm, **case)
@@ -96,7 +92,7 @@ def alone():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_number_of_ranks_takes_the_same_step(size, alone):
-    """test_gradients.py has the objectives."""
+    """test_gradients.py has the objectives, test_families.py the families."""
     first, *others = run_group(size, one_step)
     for name, (*expected, counts) in alone.items():
         assert max(g.abs().max() for g in expected[1]) > 0 or name.startswith("nothing")

@@ -43,7 +43,7 @@ def span_configs(draw_, strategies=STRATEGIES, least=1):
 
 
 def check_queries(spans, num_tokens, longest, anchors, positives):
-    """Every bound of the anchors of a document that are as short as a query, and of what lies beside them."""
+    """Checks the anchors of a document that are as short as a query, and the spans next to them."""
     (start, end), (first, last) = anchors.T, positives.transpose(2, 0, 1)
     assert ((end - start >= spans.query_tokens[0]) & (end - start <= spans.query_tokens[1])).all()
     assert (start // longest == (end - 1) // longest).all()  # inside one window
@@ -57,13 +57,10 @@ def check_queries(spans, num_tokens, longest, anchors, positives):
 def check_document(spans, num_tokens, longest, anchors, positives):
     """Every bound of one document's spans, `(a, 2)` and `(a, P, 2)`, for spans of at most `longest` tokens."""
     top = max(spans.min_tokens, longest - 1)  # the longest itself has probability 0, unless it is the shortest
-    start, end = anchors.T
+    (start, end), (first, last) = anchors.T[..., None], positives.transpose(2, 0, 1)
     assert ((end - start >= spans.min_tokens) & (end - start <= top)).all()
-    window = start // longest
-    assert (end <= (window + 1) * longest).all()  # inside one window
+    assert (end <= (start // longest + 1) * longest).all()  # inside one window
     assert (end <= num_tokens // longest * longest).all()  # never in the tail
-    first, last = positives[..., 0], positives[..., 1]
-    start, end = start[:, None], end[:, None]
     assert ((first >= 0) & (last <= num_tokens)).all()
     size, most = last - first, np.maximum(spans.min_tokens, end - start - 1) if spans.strategy == "subsuming" else top
     assert ((size >= spans.min_tokens) & (size <= most)).all()
@@ -116,11 +113,9 @@ def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
 
 def test_draws_change_with_each_of_seed_epoch_document():
     config = SpanConfig(num_anchors=1, num_positives=1)
-    rows = [
-        draw(config, seed, np.array([epoch]), np.array([key], np.uint64)).anchor_lengths.item()
-        for seed, epoch, key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2**40)]
-    ]
-    assert len(set(rows)) == len(rows)
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2**40)]
+    draws = [draw(config, seed, np.array([epoch]), np.array([key], np.uint64)) for seed, epoch, key in places]
+    assert len({drawn.anchor_lengths.item() for drawn in draws}) == 5
 
 
 def test_place_distant_strategy_equals_a_plain_writing():
@@ -131,16 +126,15 @@ def test_place_distant_strategy_equals_a_plain_writing():
     draws = draw(config, 3, np.zeros(60, np.int64), keys)
     spans = place(config, draws, lengths, *windows_of(lengths, config))
     short = 0
-    for document, anchor, number in np.ndindex(60, 2, 2):
-        start, end = spans.anchors[document, anchor]
-        size = int(draws.positive_lengths[document, anchor, number] * (9 - 2) + 2)
-        total = lengths[document]
-        distances = {at: max(start - at - size, at - end) for at in range(total - size + 1)}
-        wanted = min(30, max(distances.values()))
-        short += wanted < 30
-        allowed = [at for at, distance in distances.items() if distance >= wanted]
-        first = allowed[int(draws.positive_starts[document, anchor, number] * len(allowed))]
-        assert spans.positives[document, anchor, number].tolist() == [first, first + size]
+    for index in np.ndindex(60, 2, 2):
+        start, end = spans.anchors[index[:2]]
+        size = int(draws.positive_lengths[index] * (9 - 2) + 2)
+        distances = {at: max(start - at - size, at - end) for at in range(lengths[index[0]] - size + 1)}
+        apart = min(30, max(distances.values()))
+        short += apart < 30
+        allowed = [at for at, distance in distances.items() if distance >= apart]
+        first = allowed[int(draws.positive_starts[index] * len(allowed))]
+        assert spans.positives[index].tolist() == [first, first + size]
     assert 0 < short < 240
 
 
@@ -179,15 +173,14 @@ def test_short_spans_come_from_the_whole_window():
     assert (np.histogram(first, bins=[0, 16, 32, 48])[0] > 400).all()  # a quarter each, but for the window's end
 
 
-@pytest.mark.parametrize(("side", "first"), [(0.2, 0), (0.7, 8)])
-def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
+def test_an_adjacent_positive_may_touch_either_end_of_the_document():
     """The anchor is 4 to 8 of 12 tokens, and both neighbours of 4 tokens just fit."""
     config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=4, max_tokens=4, strategy="adjacent")
     half = np.full((1, 1), 0.5)
-    draws = Draws(half, half, half, half[..., None], np.full((1, 1, 1), side))
-    spans = place(config, draws, np.array([12]), *windows_of([12], config))
-    assert spans.anchors.tolist() == [[[4, 8]]]
-    assert spans.positives.tolist() == [[[[first, first + 4]]]]
+    for side, first in ((0.2, 0), (0.7, 8)):
+        draws = Draws(half, half, half, half[..., None], np.full((1, 1, 1), side))
+        spans = place(config, draws, np.array([12]), *windows_of([12], config))
+        assert (spans.anchors.tolist(), spans.positives.tolist()) == ([[[4, 8]]], [[[[first, first + 4]]]])
 
 
 @pytest.mark.parametrize(("anchor", "positive"), [((4, 2), (2, 4)), ((1, 1), (1, 1)), ((2, 5), (8, 2))])
@@ -291,22 +284,20 @@ ADJACENT = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=6
 @st.composite
 def corpora(draw_):
     """A geometry and documents: short ones, whose longest span is shorter, among long ones."""
-    most = draw_(st.integers(1, 40))
-    least = draw_(st.integers(1, most))
-    longest = np.array(draw_(st.lists(st.integers(least, most), min_size=1, max_size=6)))
+    top = draw_(st.integers(1, 40))
+    bottom = draw_(st.integers(1, top))
+    longest = np.array(draw_(st.lists(st.integers(bottom, top), min_size=1, max_size=6)))
     lengths = 2 * longest + np.array([draw_(st.integers(0, 200)) for _ in longest])
-    config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=least, max_tokens=most, strategy="adjacent")
-    return config, lengths, longest
+    return ADJACENT.model_copy(update={"min_tokens": bottom, "max_tokens": top}), lengths, longest
 
 
 @given(corpora(), st.integers(0, 2**32))
 def test_distant_spans_keep_every_bound(corpus, seed):
     config, lengths, longest = corpus
     anchors, positives, reached = pairs(config, lengths, longest, seed)
-    for spans in (anchors, positives):
-        size = spans[:, 1] - spans[:, 0]
-        assert ((size >= config.min_tokens) & (size <= np.maximum(config.min_tokens, longest - 1))).all()
-        assert ((spans[:, 0] >= 0) & (spans[:, 1] <= lengths)).all()
+    for start, end in (anchors.T, positives.T):
+        assert ((end - start >= config.min_tokens) & (end - start <= np.maximum(config.min_tokens, longest - 1))).all()
+        assert ((start >= 0) & (end <= lengths)).all()
     between = np.maximum(anchors[:, 0], positives[:, 0]) - np.minimum(anchors[:, 1], positives[:, 1])
     assert (between >= 0).all()
     assert (reached == (between >= config.max_tokens)).all()
@@ -317,14 +308,13 @@ def test_distant_spans_keep_every_bound(corpus, seed):
 
 
 def test_lengths_follow_the_laws_of_all_spans_and_places_are_spread():
-    lengths, longest = np.full(4000, 1000), np.full(4000, 64)
-    anchors, positives, reached = pairs(ADJACENT, lengths, longest)
+    anchors, positives, reached = pairs(ADJACENT, np.full(4000, 1000), np.full(4000, 64))
     assert reached.all()
-    for spans, mean in ((anchors, 4 / 6), (positives, 2 / 6)):
-        assert (spans[:, 1] - spans[:, 0]).mean() == pytest.approx(8 + mean * 56, abs=1)
+    sizes = np.diff(anchors)[:, 0], np.diff(positives)[:, 0]
+    assert [size.mean() for size in sizes] == pytest.approx([8 + 56 * 4 / 6, 8 + 56 * 2 / 6], abs=1)
     assert (anchors[:, 0] < positives[:, 0]).mean() == pytest.approx(0.5, abs=0.03)
     first, last = np.minimum(anchors, positives)[:, 0], np.maximum(anchors, positives)[:, 1]
-    left = 1000 - 64 - (anchors[:, 1] - anchors[:, 0]) - (positives[:, 1] - positives[:, 0])
+    left = 1000 - 64 - sum(sizes)
     assert (first / left).mean() == pytest.approx(1 / 3, abs=0.02)  # what is left: a third before, between, behind
     assert ((1000 - last) / left).mean() == pytest.approx(1 / 3, abs=0.02)
 
@@ -332,27 +322,19 @@ def test_lengths_follow_the_laws_of_all_spans_and_places_are_spread():
 def test_a_documents_spans_are_its_own_and_the_seeds():
     lengths, longest, keys = np.array([300, 900, 5000]), np.full(3, 64), np.array([5, 6, 7], np.uint64)
     together = pairs(ADJACENT, lengths, longest, 3, keys)
-    for number in range(3):
-        own = slice(number, number + 1)
+    for own in (slice(number, number + 1) for number in range(3)):
         alone = pairs(ADJACENT, lengths[own], longest[own], 3, keys[own])
-        assert all(np.array_equal(one, every[own]) for one, every in zip(alone, together, strict=True))
+        assert all(np.array_equal(part, every[own]) for part, every in zip(alone, together, strict=True))
     assert not np.array_equal(pairs(ADJACENT, lengths, longest, 4, keys)[0], together[0])
 
 
 def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
     """Random weights tell little more than which tokens two spans share."""
     rng = random.Random(0)
-    known = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(400)]
-
-    def passage(words):
-        return rng.choices(rng.sample(known, 3), k=words)
-
-    texts = {
-        "one topic each": [" ".join(passage(120)) for _ in range(40)],
-        "a topic a passage": [" ".join(word for _ in range(8) for word in passage(15)) for _ in range(40)],
-    }
-    scores = {}
-    for name, documents in texts.items():
+    words, scores = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(400)], {}
+    for name, passages in (("one topic each", 1), ("a topic a passage", 8)):
+        topics = [[rng.sample(words, 3) for _ in range(passages)] for _ in range(40)]
+        documents = [" ".join(" ".join(rng.choices(topic, k=120 // passages)) for topic in part) for part in topics]
         write_prepared(tmp_path / name, [[Row("train " * 60), *(Row(text, "held-out") for text in documents)]])
         config = runs.train_config(tmp_path / name, "-", spans={"num_anchors": 1}, validation={"every_steps": 1})
         tokenizer, vocabulary = load_tokenizer(tmp_path / name)
@@ -364,7 +346,7 @@ def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
         assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the collator"
         scores[name] = validator.scores(encoder)
         assert held_out[-1].all()
-    one, many = scores.values()
-    assert min(one["recall_at_1"], one["distant_recall_at_1"], many["recall_at_1"]) > 0.3
+    single, many = scores.values()
+    assert min(single["recall_at_1"], single["distant_recall_at_1"], many["recall_at_1"]) > 0.3
     assert many["distant_recall_at_1"] < 0.1
     assert many["distant_mrr"] < many["mrr"] / 2

@@ -26,6 +26,11 @@ def heartbeat(rank, step=7, phase="forward", group="g", **more):
     return worker | state | more
 
 
+def group(now, *changes):
+    """Heartbeats of living workers with these changes."""
+    return [heartbeat(rank, **{"written": now} | change) for rank, change in enumerate(changes)]
+
+
 def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
     """Feeds `looks(seconds)` to a watchdog until it finds a hang; the hang and when."""
     dog, now = Watchdog(watchdog_timeout_seconds), 0.0
@@ -39,60 +44,45 @@ def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
 
 def test_a_stopped_worker_is_found_by_its_silence_and_named():
     """It stops at 3 s, ahead of the others. If all wait, the worker is named with a doubt."""
-    hang, at = watch(
-        lambda now: [
-            heartbeat(0, written=now),
-            heartbeat(1, step=8, phase="data", written=min(now, 3)),
-            heartbeat(2, written=now),
-        ]
-    )
+    hang, at = watch(lambda now: group(now, {}, {"step": 8, "phase": "data", "written": min(now, 3)}, {}))
     assert at == pytest.approx(20, abs=1)
     assert (hang.heartbeat["rank"], round(hang.silent_seconds)) == (1, 17)
     says(str(hang), "worker 1", "host-1", "pid 101", "data", "step 8")
     assert "another" not in str(hang)
-    says(str(watch(lambda now: [heartbeat(rank, written=now) for rank in range(3)])[0]), "all workers", "another")
+    says(str(watch(lambda now: group(now, {}, {}, {}))[0]), "all workers", "another")
 
 
-@pytest.mark.parametrize(
-    ("behind", "others"),
-    [
+def test_hang_names_the_living_worker_that_is_behind():
+    for behind, others in (
         ({"phase": "data"}, {}),
         ({"step": 6}, {}),
         ({"phase": "saving"}, {"phase": "data"}),
-        ({"phase": "saving"}, {"phase": "reporting"}),  # who writes nothing reports at once
+        ({"phase": "saving"}, {"phase": "reporting"}),  # a worker that writes nothing reports at once
         ({"phase": "choosing kernels"}, {"phase": "data"}),
         ({"step": 6}, {"step": 9}),
-    ],
-)
-def test_hang_names_the_living_worker_that_is_behind(behind, others):
-    hang, _ = watch(
-        lambda now: [*(heartbeat(rank, written=now, **others) for rank in (0, 1)), heartbeat(2, written=now, **behind)]
-    )
-    assert hang.heartbeat["rank"] == 2
-    says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}")
-    assert "another" not in str(hang)
+    ):
+        hang, _ = watch(lambda now, own=behind, other=others: group(now, other, other, own))
+        assert hang.heartbeat["rank"] == 2
+        says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}")
+        assert "another" not in str(hang)
 
 
 def test_groups_that_move_or_have_finished_do_not_hang_and_one_that_starts_has_a_minute():
     """Heartbeats of a group that is gone do not count."""
     assert watch(lambda now: [heartbeat(rank, step=int(now) // 15) for rank in range(3)])[0] is None
-    assert watch(lambda now: [heartbeat(rank, phase="ended", written=now) for rank in range(3)])[0] is None
+    assert watch(lambda now: group(now, *[{"phase": "ended"}] * 3))[0] is None
     gone = heartbeat(2, group="old", step=3)
     shrunk = watch(lambda now: [gone, *(heartbeat(rank, group="new", step=int(now * 2)) for rank in range(2))])
     assert shrunk[0] is None
-    _, at = watch(lambda now: [heartbeat(rank, steps=0, phase="data", written=now) for rank in range(3)], 5)
+    _, at = watch(lambda now: group(now, *[{"steps": 0, "phase": "data"}] * 3), 5)
     assert at == pytest.approx(60, abs=1)
 
 
 @pytest.mark.parametrize(("phase", "waiting"), [("fetching", "forward"), ("writing", "reporting")])
 def test_worker_that_waits_for_a_storage_does_not_hang_while_it_lives(phase, waiting):
+    storing, other = {"phase": phase, "steps": 0}, {"phase": waiting, "steps": 0}
     for silent_from, rank in ((1000, None), (3, 0)):
-        hang, _ = watch(
-            lambda now, end=silent_from: [
-                heartbeat(0, phase=phase, steps=0, written=min(now, end)),
-                heartbeat(1, phase=waiting, steps=0, written=now),
-            ]
-        )
+        hang, _ = watch(lambda now, end=silent_from: group(now, storing | {"written": min(now, end)}, other))
         assert (hang and hang.heartbeat["rank"]) == rank
 
 
@@ -106,8 +96,7 @@ def test_a_heartbeat_has_step_and_phase():
 
 
 def test_a_signal_is_told_with_the_workers_name_also_without_a_session():
-    before = signal.getsignal(signal.SIGTERM)
-    heartbeat = Heartbeat(3, 4)
+    before, heartbeat = signal.getsignal(signal.SIGTERM), Heartbeat(3, 4)
     try:
         listen()
         with Listener(ControlChannel("of no session"), heartbeat) as listener:
@@ -190,6 +179,5 @@ def test_under_nohup_a_hangup_is_nothing():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(1, EVERY_SECONDS), (256, EVERY_SECONDS), (512, 1.0), (10_000, 2.0)])
-def test_period_grows_with_the_group_up_to_a_limit(size, seconds):
-    assert period(size) == seconds
+def test_period_grows_with_the_group_up_to_a_limit():
+    assert [period(size) for size in (1, 256, 512, 10_000)] == [EVERY_SECONDS, EVERY_SECONDS, 1.0, 2.0]
