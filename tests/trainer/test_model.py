@@ -61,18 +61,14 @@ def test_packed_batch_equals_padded_one(family, lengths):
         assert difference(family, MIXED, torch.float32) < 1e-5
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_pooling_equals_a_plain_writing(pooling):
-    batch, encoder = random_spans(MIXED), tiny_encoder(pooling=pooling)
-    parts = encoder.hidden(batch).split(MIXED)
+def test_pooling_equals_a_plain_writing_and_no_spans_have_empty_embeddings(pooling, layout):
+    batch, encoder = random_spans(MIXED), tiny_encoder(pooling=pooling, layout=layout)
+    parts = tiny_encoder().hidden(batch).split(MIXED)
     means = {"mean": lambda h: h.mean(0), "mean_without_cls": lambda h: h[1:].mean(0)}
     by_hand = {**means, "cls": lambda h: h[0], "max": lambda h: h.amax(0)}[pooling]
     assert deviation([encoder.embed(batch)], [torch.stack([by_hand(part) for part in parts])]) < 1e-12
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_batch_without_spans_has_empty_embeddings(pooling, layout):
     encoder = tiny_encoder(pooling=pooling, layout=layout, projection={"kind": "linear", "size": 6})
     embeddings, mlm = encoder(random_spans([]))
     assert (embeddings.shape, mlm.item(), encoder.embed(random_spans([])).shape) == ((0, 6), 0.0, (0, 16))

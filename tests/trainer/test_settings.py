@@ -135,20 +135,14 @@ def test_settings_that_change_the_result_change_the_hash_and_no_others():
         assert hash_of(**base | changed) != plain
 
 
-@pytest.mark.parametrize(
-    ("objective", "beginning"),
-    [
-        ({"kind": "declutr"}, "981f4017c164a4c4"),
-        ({"kind": "simcse"}, "51c085ee1249102a"),
-        ({"kind": "simcse", "supervised": True}, "cc32e74c3e6c9b3d"),
-    ],
-)
-def test_a_run_of_an_earlier_version_goes_on(objective, beginning):
+def test_a_run_of_an_earlier_version_goes_on():
     """The hashes of cb156041: a setting that came later, and changes nothing as it is, is in none."""
     values = {"encoder": {"from_config": {"model_type": "roberta", "hidden_size": 16}}, "steps": 5}
-    assert hash_of(**values, objective=objective).startswith(beginning)
-    if objective.get("supervised"):
-        assert not hash_of(**values, objective=objective | {"hard_negatives": False}).startswith(beginning)
+    supervised = {"kind": "simcse", "supervised": True}
+    assert hash_of(**values, objective={"kind": "declutr"}).startswith("981f4017c164a4c4")
+    assert hash_of(**values, objective={"kind": "simcse"}).startswith("51c085ee1249102a")
+    assert hash_of(**values, objective=supervised).startswith("cc32e74c3e6c9b3d")
+    assert not hash_of(**values, objective=supervised | {"hard_negatives": False}).startswith("cc32e74c3e6c9b3d")
 
 
 def test_an_objective_without_scores_chooses_nothing(monkeypatch):

@@ -44,19 +44,18 @@ CASES = {
 }
 
 
-def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, optim=None, **given):
+def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, optim=None, frozen="no name", **given):
     """A train step, sharded where there are several ranks, and this rank's share of a batch."""
     config = DeclutrConfig(**(objective or tiny.OBJECTIVES["both"]))
     optim = OptimConfig(**{"lr": 1e-2, "bias_correction": False, **(optim or {})})
-    model, frozen = tiny_encoder(dtype=given.pop("dtype", torch.float64), **encoder), given.pop("frozen", None)
+    model = tiny_encoder(dtype=given.pop("dtype", torch.float64), **encoder)
+    untrained = {id(p) for p in frozen_parameters(model.model, model.config.num_trainable_layers)}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(frozen is None or not name.startswith(frozen))
-    for parameter in frozen_parameters(model.model, model.config.num_trainable_layers):
-        parameter.requires_grad_(False)
-    made = {"comm": comm, "microbatch_tokens": tokens, "optim": optim, "sharded": comm.size > 1, **given}
-    train_step = tiny_train_step(model, config, **made)
+        parameter.requires_grad_(id(parameter) not in untrained and not name.startswith(frozen))
+    settings = {"comm": comm, "microbatch_tokens": tokens, "optim": optim, "sharded": comm.size > 1, **given}
     start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
-    return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
+    batch = rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
+    return tiny_train_step(model, config, **settings), batch
 
 
 def weights(train_step):

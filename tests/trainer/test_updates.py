@@ -185,9 +185,9 @@ def both(comm):
 def two_ranks(comm):
     """What the tests below read of two ranks, which start once."""
     compressed = [sums_of(comm, *case)[0] for case in ((False, {}), (True, {"compressed": torch.bfloat16}))]
-    results = {"compressed": compressed, "repeated": failing(comm), "ended": not_finite(comm)}
-    cases = ((True, ""), (False, ""), (True, "first pass"), (True, "second pass"))
-    return results | {"exchanges": [exchanges_of(comm, *case) for case in cases], "sums": both(comm)}
+    cases = (True,), (False,), (True, 0, False), (True, 0), (True, 1), (True, 2)
+    exchanges = [exchanges_of(comm, *case) for case in cases]
+    return {"compressed": compressed, "ended": not_finite(comm), "exchanges": exchanges, "sums": both(comm)}
 
 
 @pytest.fixture(scope="module")
@@ -217,30 +217,6 @@ def test_compressed_sums_keep_three_digits(pair):
         exact, compressed = (torch.cat([gradient.flatten() for gradient in sums]) for sums in (exact, compressed))
         assert (exact - compressed).norm() < 2.0**-8 * exact.norm()
         assert deviation([compressed], [exact]) > 1e-6  # it is compressed
-
-
-def failing(comm):
-    """One rank runs out of memory once, in the first or the last backward of a step; both repeat the step."""
-    results = []
-    for at in (0, 1, 2):
-        train_step, batch = setup(comm, True)
-        train_step = with_task(train_step, microbatch=Microbatch(30, automatic=True))
-        expected, _ = setup(comm, False)
-        if comm.rank == 1:
-            tiny.run_out_of_memory(train_step.encoder, at)
-        for repeated in (train_step, expected):
-            repeated.step({"": batch}, 1)
-        pairs = zip(parameters(train_step), parameters(expected), strict=True)
-        tokens = train_step.tasks[0].microbatch.max_tokens
-        results.append((tokens, max(float((a - b).abs().max()) for a, b in pairs)))
-    return results
-
-
-@pytest.mark.dist
-def test_a_step_that_ran_out_of_memory_is_repeated(pair):
-    for tokens, apart in pair["repeated"][0] + pair["repeated"][1]:
-        assert tokens < 30
-        assert apart < 1e-12
 
 
 def not_finite(comm):
@@ -303,25 +279,30 @@ class Recorded(Communicator):
         return super().__getattribute__(name)
 
 
-def exchanges_of(comm, automatic, fails_at):
-    """Exchanges of integers in a step, the requests agreed on, the loss; rank 1 runs out of memory once."""
-    comm, config = Recorded(comm.rank, comm.size), DeclutrConfig(masking=tiny.HALF)
-    train_step = tiny_train_step(tiny_encoder(), config, comm=comm)
-    train_step = with_task(train_step, microbatch=Microbatch(40, automatic=automatic))
-    batch = rank_batch(tiny_collator(config), documents([60, 70], 12), comm.rank, comm.rank + 1)
-    if comm.rank == 1 and fails_at:
-        tiny.run_out_of_memory(train_step.encoder, 0, graph=fails_at == "second pass")
+def exchanges_of(comm, automatic, at=None, graph=True):
+    """Exchanges of integers in a step, the requests agreed on, the limit of a microbatch, the loss and parameters.
+
+    Rank 1 runs out of memory once, in that forward of the first pass (without a graph) or of the second one.
+    """
+    comm = Recorded(comm.rank, comm.size)
+    train_step, batch = setup(comm, True)
+    train_step = with_task(train_step, microbatch=Microbatch(30, automatic=automatic))
+    if comm.rank == 1 and at is not None:
+        tiny.run_out_of_memory(train_step.encoder, at, graph)
     agreement = Agreement(lambda: Request.REPORT if comm.rank else Request.STOP)
     loss = train_step.begin({"": batch}, 1, agreement).read().loss
-    return list(comm.names), agreement.agreed, loss
+    limit = train_step.tasks[0].microbatch.max_tokens
+    return list(comm.names), agreement.agreed, limit, loss, parameters(train_step)
 
 
 @pytest.mark.dist
-def test_step_has_two_exchanges_of_integers_that_carry_all_requests(pair):
+def test_step_has_two_exchanges_of_integers_that_carry_all_requests_and_is_repeated_without_memory(pair):
     plain = ["counts", "or"]
     again = ["max", "max", *plain]  # of the smaller microbatch and the repeated step
     for results in pair["exchanges"]:
-        exchanges, requests, losses = zip(*results, strict=True)
-        assert exchanges == (plain, plain, ["counts", *again], [*plain, *again])
+        exchanges, requests, limits, losses, weights = zip(*results, strict=True)
+        assert exchanges == (plain, plain, ["counts", *again], *[[*plain, *again]] * 3)
         assert set(requests) == {Request.STOP | Request.REPORT}
-        assert losses == pytest.approx([losses[0]] * 4)
+        assert [limit < 30 for limit in limits] == [False, False, True, True, True, True]
+        assert losses == pytest.approx([losses[0]] * 6)
+        assert max(deviation(repeated, weights[0]) for repeated in weights) < 1e-12

@@ -86,17 +86,13 @@ def test_worker_that_waits_for_a_storage_does_not_hang_while_it_lives(phase, wai
         assert (hang and hang.heartbeat["rank"]) == rank
 
 
-def test_a_heartbeat_has_step_and_phase():
-    heartbeat = Heartbeat(0, 2)
+def test_a_heartbeat_has_step_phase_and_a_signal_with_the_workers_name_also_without_a_session():
+    before, heartbeat = signal.getsignal(signal.SIGTERM), Heartbeat(3, 4)
     heartbeat.finish_step(1)
     with heartbeat.doing("saving"):
         assert heartbeat.snapshot()["phase"] == "saving"
     heartbeat.finish_step(2)
     assert (heartbeat.step, heartbeat.steps, heartbeat.phase) == (2, 2, "data")
-
-
-def test_a_signal_is_told_with_the_workers_name_also_without_a_session():
-    before, heartbeat = signal.getsignal(signal.SIGTERM), Heartbeat(3, 4)
     try:
         listen()
         with Listener(ControlChannel("of no session"), heartbeat) as listener:
