@@ -63,13 +63,12 @@ def write(folder, step, **scores):
 
 
 def test_broken_ones_neither_count_nor_stay_and_old_ones_have_no_sizes(tmp_path):
-    path = write(tmp_path, 0)
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):
+        path = write(tmp_path, step, mrr=score)
     state = checkpoint.read_state(path)
     assert state.sizes == {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     fields = state.model_dump(exclude={"sizes", "skipped", "skipped_in_a_row"})
     assert RunState.model_validate(fields).sizes == {}
-    for step, score in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):
-        write(tmp_path, step, mrr=score)
     truncate(checkpoint.checkpoint_path(tmp_path, 4) / "encoder.safetensors")
     (tmp_path / "step-00000003" / "state.json").unlink()
     write(tmp_path, 6)
@@ -213,74 +212,74 @@ def opened():
         opened_saver.close()
 
 
-def give(one, step, mib=1.0, wait=False):
-    one.reuse_memory()
-    one.submit(state_of(step), {"encoder.safetensors": {"weight": torch.full((int(mib * MIB / 4),), float(step))}})
+def give(writer, step, mib=1.0, wait=False):
+    writer.reuse_memory()
+    writer.submit(state_of(step), {"encoder.safetensors": {"weight": torch.full((int(mib * MIB / 4),), float(step))}})
     if wait:
-        one.wait()
+        writer.wait()
 
 
 def test_checkpoints_are_written_verified_and_pruned(tmp_path, opened):
-    one = opened(tmp_path / "checkpoints", keep_last=2)
+    writer = opened(tmp_path / "checkpoints", keep_last=2)
     for step in (1, 2, 3, 4):
-        give(one, step)
-    one.wait()
-    assert checkpoint.steps_in(one.folder) == [3, 4]
-    assert checkpoint.find_latest(one.folder)[1].sizes["encoder.safetensors"] > MIB
-    assert not one.failed()
-    assert one.reuse_memory()["encoder.safetensors"]["weight"][0] == 4  # the memory comes back
-    one.submit(state_of(5), {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
+        give(writer, step)
+    writer.wait()
+    assert checkpoint.steps_in(writer.folder) == [3, 4]
+    assert checkpoint.find_latest(writer.folder)[1].sizes["encoder.safetensors"] > MIB
+    assert not writer.failed()
+    assert writer.reuse_memory()["encoder.safetensors"]["weight"][0] == 4  # the memory comes back
+    writer.submit(state_of(5), {"encoder.safetensors": {"weight": torch.zeros(3, dtype=torch.complex64)}})
     with pytest.raises(KeyError, match="complex64"):  # an error that is no storage is raised in the training
-        one.wait()
+        writer.wait()
 
 
 def test_a_full_disk_is_waited_out(volume, opened, log):
-    one = opened(volume.path / "checkpoints", keep_last=1)
-    give(one, 1, wait=True)
+    writer = opened(volume.path / "checkpoints", keep_last=1)
+    give(writer, 1, wait=True)
     volume.fill(leave_bytes=MIB // 2)
-    give(one, 2)
+    give(writer, 2)
     until(lambda: log, "a message")
     says(log[0], "step 2", "cannot be written", "No space left on device", "1.0 MiB", "0.5 MiB")
-    assert checkpoint.find_latest(one.folder)[1].step == 1
-    until(lambda: not list(one.folder.glob(".*")), "the end of half a checkpoint")
-    give(one, 3)  # takes the place of the one that could not be written
+    assert checkpoint.find_latest(writer.folder)[1].step == 1
+    until(lambda: not list(writer.folder.glob(".*")), "the end of half a checkpoint")
+    give(writer, 3)  # takes the place of the one that could not be written
     volume.drain()
-    one.wait()
-    assert checkpoint.steps_in(one.folder) == [3]
+    writer.wait()
+    assert checkpoint.steps_in(writer.folder) == [3]
     assert len([line for line in log if "cannot be written" in line]) == 1
     says(log[-1], "step 3", "written")
 
 
 def test_remains_of_a_killed_writer_make_room_for_the_next_checkpoint(volume, opened):
     """Nothing else would delete them: every save would fail, and so would those of the repeated command."""
-    one = opened(volume.path / "checkpoints", storage_retry_seconds=0.1)
-    left_behind = one.folder / ".step-00000005.77.tmp"
+    writer = opened(volume.path / "checkpoints", storage_retry_seconds=0.1)
+    left_behind = writer.folder / ".step-00000005.77.tmp"
     left_behind.mkdir(parents=True)
     (left_behind / "encoder.safetensors").write_bytes(bytes(4 * MIB))
-    give(one, 1, mib=3, wait=True)
-    assert checkpoint.steps_in(one.folder) == [1]
+    give(writer, 1, mib=3, wait=True)
+    assert checkpoint.steps_in(writer.folder) == [1]
     assert not left_behind.exists()
 
 
 @pytest.mark.parametrize(("fault", "words"), [("full", "No space left on device"), ("ro", "Read-only file system")])
 def test_patience_ends_with_one_reason(volume, opened, fault, words):
     now = [0.0]
-    one = opened(volume.path / "checkpoints", clock=lambda: now[0], storage_retry_seconds=0.7)
-    give(one, 1, wait=True)
+    writer = opened(volume.path / "checkpoints", clock=lambda: now[0], storage_retry_seconds=0.7)
+    give(writer, 1, wait=True)
     if fault == "full":
         volume.fill()
     else:
         volume.read_only(True)
-    give(one, 2)
-    until(lambda: one._pausing, "a first failure")
+    give(writer, 2)
+    until(lambda: writer._pausing, "a first failure")
     now[0] = 1.0
-    facts = "step 2", one.folder, words, "1.0 MiB", "checkpoint.storage_retry_seconds"
+    facts = "step 2", writer.folder, words, "1.0 MiB", "checkpoint.storage_retry_seconds"
     try:
-        for call in (one.wait, one.reuse_memory):
+        for call in (writer.wait, writer.reuse_memory):
             with pytest.raises(SaveError, match=all_of(facts)):
                 call()
-        assert one.failed()
-        assert checkpoint.find_latest(one.folder)[1].step == 1
+        assert writer.failed()
+        assert checkpoint.find_latest(writer.folder)[1].step == 1
     finally:
         if fault == "ro":
             volume.read_only(False)
@@ -309,29 +308,29 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
     monkeypatch.setattr(saver, "_UNHURRIED_SECONDS", 0.05)
     begun, go, now = threading.Event(), threading.Event(), [0.0]
     config = {"every_steps": 2, "every_seconds": 60, "storage_retry_seconds": 100}
-    one = opened(tmp_path, before=lambda: (begun.set(), go.wait()), clock=lambda: now[0], **config)
-    give(one, 2)
+    writer = opened(tmp_path, before=lambda: (begun.set(), go.wait()), clock=lambda: now[0], **config)
+    give(writer, 2)
     assert begun.wait(60)
-    assert [one.due(step) for step in (4, 6)] == [False, False]
+    assert [writer.due(step) for step in (4, 6)] == [False, False]
     (line,) = log
     says(line, "step 4", "still")
     now[0] = 99
-    assert [one.due(7), one.failed()] == [False, False]
+    assert [writer.due(7), writer.failed()] == [False, False]
     now[0] = 101
-    assert one.failed()
+    assert writer.failed()
     with pytest.raises(SaveError, match=all_of("checkpoint", "101 s")):
-        one.wait()
+        writer.wait()
     go.set()
 
 
 def test_checkpoint_is_due_by_steps_and_by_the_clock(tmp_path, opened):
     now = [0.0]
-    one = opened(tmp_path, clock=lambda: now[0], every_steps=None, every_seconds=60)
+    writer = opened(tmp_path, clock=lambda: now[0], every_steps=None, every_seconds=60)
     for step in range(1, 200):
         now[0] += 7.5
-        assert one.due(step) == (step % 8 == 0), step
+        assert writer.due(step) == (step % 8 == 0), step
         if step % 8 == 0:
-            give(one, step, mib=0.01, wait=True)
+            give(writer, step, mib=0.01, wait=True)
     by_steps = opened(tmp_path / "b", clock=lambda: now[0], every_steps=5, every_seconds=None)
     assert [step for step in range(1, 12) if by_steps.due(step)] == [5, 10]
     assert by_steps.due(11, needed=True)
@@ -357,43 +356,43 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(tmp_path):
 
 def test_a_copy_that_is_given_while_another_is_written_is_written_too(tmp_path, opened):
     begun, go = threading.Event(), threading.Event()
-    one = opened(tmp_path, before=lambda: (begun.set(), go.wait()), keep_last=3)
-    give(one, 1, mib=0.01)
+    writer = opened(tmp_path, before=lambda: (begun.set(), go.wait()), keep_last=3)
+    give(writer, 1, mib=0.01)
     assert begun.wait(60)
-    one.submit(state_of(2), {"encoder.safetensors": {"weight": torch.ones(3)}})
+    writer.submit(state_of(2), {"encoder.safetensors": {"weight": torch.ones(3)}})
     go.set()
-    one.close()
+    writer.close()
     assert checkpoint.steps_in(tmp_path) == [1, 2], "closing finishes what was given"
 
 
 def test_memory_that_was_handed_back_is_not_written(tmp_path, opened):
     """The pause of half a second ends while the training takes the memory of a copy that waits for a retry."""
     before = Mock(side_effect=OSError(5, "Input/output error"))
-    one = opened(tmp_path, before)
-    give(one, 1, mib=0.01)
-    until(lambda: one._pausing, "a pause")
-    check = one.check
-    one.check = lambda: (time.sleep(0.8), check())
-    assert one.reuse_memory() is not None
-    one.check = check
-    assert not one._busy()
+    writer = opened(tmp_path, before)
+    give(writer, 1, mib=0.01)
+    until(lambda: writer._pausing, "a pause")
+    check = writer.check
+    writer.check = lambda: (time.sleep(0.8), check())
+    assert writer.reuse_memory() is not None
+    writer.check = check
+    assert not writer._busy()
     before.assert_called_once()
 
 
 def test_patience_begins_again_after_a_success(tmp_path, opened, log):
     now = [0.0]
-    one = opened(tmp_path / "checkpoints", clock=lambda: now[0], storage_retry_seconds=10.0)
+    writer = opened(tmp_path / "checkpoints", clock=lambda: now[0], storage_retry_seconds=10.0)
     job = Job(state_of(1), {"encoder.safetensors": {"weight": torch.zeros(5 * 2**18)}})
     error = OSError(5, "Input/output error")
     for now[0], pause in ((0.0, 0.5), (4.0, 1.0), (8.0, 2.0)):
-        assert one._pause_after(job, error) == pause
+        assert writer._pause_after(job, error) == pause
     says(log[0], "5.0 MiB")
     now[0] = 9.0
-    one._done(job)
+    writer._done(job)
     says(log[-1], "step 1", "4 attempts", "9 s")
     now[0] = 18.5  # later than the first failure by more than the patience
-    assert one._pause_after(job, error) == 0.5
+    assert writer._pause_after(job, error) == 0.5
     assert len([line for line in log if "Training continues" in line]) == 2, "the same error again is no news"
     says(log[-1], "retrying", "10 s")
     now[0] = 28.5
-    assert one._pause_after(job, error) is None
+    assert writer._pause_after(job, error) is None

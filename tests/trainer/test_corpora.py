@@ -291,13 +291,21 @@ def test_place_that_cannot_be_expanded_is_named_with_its_setting_and_all_others(
         says(found, "validation.stsb = $UNSET_PAIRS", "is not set")
 
 
-def test_run_without_a_checkpoint_takes_other_settings(data, tmp_path):
+def test_run_without_a_checkpoint_takes_other_settings_unless_it_has_finished(data, tmp_path):
     """Its loss was not finite in the first steps, and the message says to lower the rate."""
     run = tmp_path / "run"
     with pytest.raises(TrainingFailedError, match=r"optim\.lr"):
         run_training(runs.train_config(data, run, optim={"lr": 1e30}, steps=4, scaling=LOCAL))
     assert not list((run / "checkpoints").glob("step-*"))
-    assert run_training(runs.train_config(data, run, steps=2, scaling=LOCAL))["steps"] == 2
+    config = runs.train_config(data, run, steps=2, scaling=LOCAL, checkpoint={"every_steps": 1})
+    assert run_training(config)["steps"] == 2
+    shutil.rmtree(run / "checkpoints")
+    files = [run / name for name in ("metrics.jsonl", "config.yaml", "resume_settings.json")]
+    before = [path.read_bytes() for path in files]
+    for settings in (config, config.model_copy(update={"seed": 5})):
+        with pytest.raises(CheckpointError, match="has finished"):
+            run_training(settings)
+    assert [path.read_bytes() for path in files] == before
 
 
 def test_copies_in_several_corpora_are_scored_once(tmp_path):
@@ -362,19 +370,6 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
         with pytest.raises(TrainingFailedError, match=f"{place} on .* differ"):
             Supervisor(plan, Signals(), 0.0, None).run_to_end()
         assert steps_in(tmp_path / "run" / "checkpoints") == [2]
-
-
-def test_finished_run_without_its_checkpoints_does_not_begin_again(data, tmp_path):
-    run = tmp_path / "run"
-    config = runs.train_config(data, run, steps=2, scaling=LOCAL, checkpoint={"every_steps": 1})
-    run_training(config)
-    shutil.rmtree(run / "checkpoints")
-    files = [run / name for name in ("metrics.jsonl", "config.yaml", "resume_settings.json")]
-    before = [path.read_bytes() for path in files]
-    for settings in (config, config.model_copy(update={"seed": 5})):
-        with pytest.raises(CheckpointError, match="has finished"):
-            run_training(settings)
-    assert [path.read_bytes() for path in files] == before
 
 
 def test_export_outlives_its_checkpoint(data, tmp_path, log):

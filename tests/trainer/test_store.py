@@ -63,78 +63,78 @@ def place(store, step):
 
 
 def test_another_host_goes_on_where_the_first_one_was(tmp_path):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
     assert other.fetch() is None
-    save(one, 1, 0.1, keep_last=2)
+    save(first, 1, 0.1, keep_last=2)
     assert other.fetch(expected={"config_hash": "another"}) is None
     assert local(other) == []
     for step, score in enumerate([0.1, 0.9, 0.3, 0.2, 0.5], start=1):
-        save(one, step, score, keep_last=2)
-    assert there(one) == [2, 4, 5]
+        save(first, step, score, keep_last=2)
+    assert there(first) == [2, 4, 5]
     path, state = other.fetch()
     assert (path.name, state.step, local(other)) == ("step-00000005", 5, [5])
     assert (other.folder / METRICS).read_text() == '{"step": 5}\n'
     save(other, 6, 0.4, keep_last=2)  # which has never had 2 on its disk
-    assert there(one) == [2, 5, 6]
-    one.fetch_best("mrr")
-    assert local(one) == [2]
+    assert there(first) == [2, 5, 6]
+    first.fetch_best("mrr")
+    assert local(first) == [2]
 
 
 def test_checkpoints_of_an_outage_that_are_kept_are_sent_with_the_next_one(tmp_path):
     """A newer copy replaced them in the saver's memory while the store did not answer."""
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 1, 0.1, keep_last=1)
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(first, 1, 0.1, keep_last=1)
     for step, score in ((2, 0.2), (4, 0.9), (5, 0.3)):
-        make(one, step, mrr=score)
-    save(one, 6, 0.4, keep_last=1, keep_every_steps=2)
-    assert there(one) == [2, 4, 6]
+        make(first, step, mrr=score)
+    save(first, 6, 0.4, keep_last=1, keep_every_steps=2)
+    assert there(first) == [2, 4, 6]
     other.fetch_best("mrr")
     assert local(other) == [4]
 
 
 def test_a_stale_copy_gives_way_also_for_all_ranks_of_a_host(tmp_path):
     """The first host saved steps that never arrived; another took its place and took them again, otherwise."""
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 1)
-    make(one, 2, value=20)
-    make(one, 3, value=30)
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(first, 1)
+    make(first, 2, value=20)
+    make(first, 3, value=30)
     other.fetch()
     save(other, 2)
-    assert one.fetch()[1].step == 2
-    assert (local(one), weight(one, 2)) == ([2], 2.0)
-    make(one, 3, value=30)
+    assert first.fetch()[1].step == 2
+    assert (local(first), weight(first, 2)) == ([2], 2.0)
+    make(first, 3, value=30)
     save(other, 3)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(one.fetch_step, [3] * 4))
-    assert (local(one), weight(one, 3)) == ([3], 3.0)
+        list(threads.map(first.fetch_step, [3] * 4))
+    assert (local(first), weight(first, 3)) == ([3], 3.0)
 
 
 def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, log):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
     for step in (1, 2, 3, 4):
-        save(one, step, keep_last=4)
-    place(one, 4).delete(".files.json")  # killed on its way
-    place(one, 3).put("encoder.safetensors", b"altered")
+        save(first, step, keep_last=4)
+    place(first, 4).delete(".files.json")  # killed on its way
+    place(first, 3).put("encoder.safetensors", b"altered")
     assert other.fetch()[1].step == 2
     assert [line for line in log if "skipping" in line and "step-00000003" in line]
     assert local(other) == [2]
     save(other, 3, keep_last=2)
-    assert there(one) == [2, 3, 4]  # 4 has yet to be come by
-    assert one.fetch()[1].step == 3
+    assert there(first) == [2, 3, 4]  # 4 has yet to be come by
+    assert first.fetch()[1].step == 3
     save(other, 4, keep_last=2)
-    assert (one.fetch()[1].step, there(one)) == (4, [3, 4])
-    place(one, 3).delete(".files.json")
+    assert (first.fetch()[1].step, there(first)) == (4, [3, 4])
+    place(first, 3).delete(".files.json")
     save(other, 5, keep_last=2)
-    assert there(one) == [4, 5], "files of a killed writer are cleared away"
+    assert there(first) == [4, 5], "files of a killed writer are cleared away"
 
 
 def test_checkpoints_whose_list_is_damaged_are_sent_anew(tmp_path):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 1)
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(first, 1)
     for _ in range(2):  # the run reaches the second step again
-        for step in there(one):
-            place(one, step).put(".files.json", b"[")
-        save(one, 2)
+        for step in there(first):
+            place(first, step).put(".files.json", b"[")
+        save(first, 2)
         assert other.fetch()[1].step == 2
     other.fetch_step(1)  # it is kept, and was still on the first host
 
@@ -143,29 +143,29 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     """A place whose folder is a file at first, so that everything in it fails."""
     gate = tmp_path / "gate"
     gate.write_text("in the way")
-    one, config, order = host(tmp_path, "one", f"file://{gate}/run"), CheckpointConfig(keep_last=1), []
+    first, config, order = host(tmp_path, "one", f"file://{gate}/run"), CheckpointConfig(keep_last=1), []
 
     def before():
         order.append("numbers")
-        one.folder.mkdir(parents=True, exist_ok=True)
-        (one.folder / METRICS).write_text("{}\n")
+        first.folder.mkdir(parents=True, exist_ok=True)
+        (first.folder / METRICS).write_text("{}\n")
 
     def after(step):
         order.append(step)
-        one.save(config, "mrr", step)
+        first.save(config, "mrr", step)
 
-    saver = Saver(one.folder / "checkpoints", config, "mrr", before, after=after)
+    saver = Saver(first.folder / "checkpoints", config, "mrr", before, after=after)
     saver.submit(state_of(1), {"encoder.safetensors": {"weight": torch.ones(2)}})
     until(lambda: order.count(1) >= 2)
-    assert local(one) == [1]  # on this host's disk it is
+    assert local(first) == [1]  # on this host's disk it is
     assert order[:3] == ["numbers", 1, 1]  # and is not written again
     says(log[0], "step 1", "sent", "Training continues")
     gate.unlink()
     saver.wait()
     saver.close()
-    assert place(one, 1).is_whole()
+    assert place(first, 1).is_whole()
     assert order.count("numbers") == 1
-    assert one.remote.read(METRICS) == b"{}\n"
+    assert first.remote.read(METRICS) == b"{}\n"
     says(log[-1], "step 1", "written")
     with pytest.raises(RemoteError):
         host(tmp_path, "one", "nosuch://x/y").fetch()
@@ -194,20 +194,20 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
 
 def test_a_file_that_is_gone_here_goes_there_and_the_other_way_round(tmp_path):
     """A folder that was copied as a whole is no run."""
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    make(one, 1)
-    (one.folder / "summary.json").write_text("{}")
-    one.send("summary.json", "failures.log")
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    make(first, 1)
+    (first.folder / "summary.json").write_text("{}")
+    first.send("summary.json", "failures.log")
     other.fetch(["summary.json"])
     assert (other.folder / "summary.json").read_text() == "{}"
-    (one.folder / "summary.json").unlink()
-    one.send("summary.json")
+    (first.folder / "summary.json").unlink()
+    first.send("summary.json")
     other.fetch(["summary.json"])
     assert not (other.folder / "summary.json").exists()
-    one.remote.send(one.folder)
+    first.remote.send(first.folder)
     with pytest.raises(RemoteError, match=all_of("as a whole", "another address")):
-        one.fetch()
-    assert local(one) == [1]
+        first.fetch()
+    assert local(first) == [1]
 
 
 def test_precision_that_a_worker_on_another_host_records_outlives_the_files_of_the_driver(tmp_path):
