@@ -43,10 +43,8 @@ def test_metrics_continue_after_a_resume(tmp_path):
         stream.write('{"kind": "step", "st')  # a kill
     time.sleep(1.1)  # the names of TensorBoard's files are seconds
     second = MetricsWriter(tmp_path, 5)
-    take(second, range(6, 10))
-    second.close()
-    assert [line["step"] for line in read_metrics(tmp_path) if line["kind"] == "step"] == list(range(1, 10))
-    assert read_last_step(tmp_path / METRICS)["step"] == 9
+    take_all(second, 9, first=6)
+    assert (steps_in(tmp_path), read_last_step(tmp_path / METRICS)["step"]) == (list(range(1, 10)), 9)
     assert shown(tmp_path) == [(step, step / 8) for step in range(1, 10)]
     assert shown(tmp_path, "validation/mrr") == [(4, 0.5)]
 
@@ -56,39 +54,10 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
     bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
     writer.add("step", 1, bad.line())
     writer.close()
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=pytest.fail)
     assert line["loss"] is line["contrastive"] is line["grad_norm"] is None
     assert line["skipped"] is True
     assert shown(tmp_path, "step/skipped") == [(1, 1.0)]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
-    with small_volume(tmp_path / "small", 2) as volume:
-        run = volume.path / "run"
-        run.mkdir()
-        writer = MetricsWriter(run, 0)
-        take(writer, range(1, 11))
-        writer.flush()
-        wait_for_lines(writer, 10)
-        volume.fill()
-        take(writer, range(11, 200))
-        with pytest.raises(OSError, match="No space"):
-            writer.flush()
-        wait_for_lines(
-            writer, 199
-        )  # TensorBoard has failed and closed its file, so that the volume can be mounted again
-        volume.drain()
-        writer.flush()
-        volume.read_only(True)
-        take(writer, range(200, 210))
-        volume.read_only(False)
-        writer.close()
-        assert [line["step"] for line in read_metrics(run)] == list(range(1, 210))
 
 
 INSTALLED = getattr(find_spec("wandb"), "origin", None) is not None
@@ -104,6 +73,16 @@ def take(writer, steps):
         writer.add("step", step, measured.line() | {"seconds": 0.5, "mfu": None})
 
 
+def take_all(writer, last, first=1):
+    take(writer, range(first, last + 1))
+    writer.flush()
+    writer.close()
+
+
+def steps_in(folder):
+    return [line["step"] for line in read_metrics(folder) if line["kind"] == "step"]
+
+
 def start_wandb(folder, **changes):
     config = WandbConfig(**{"mode": "offline"} | changes)
     return {"Weights & Biases": partial(wandb_run, config, folder, FACTS, {"optim": {"lr": 0.1}})}
@@ -115,79 +94,80 @@ def wait_for_lines(writer, number):
     until(lambda: logger._passed >= number or logger._failed)
 
 
-def test_a_folder_that_was_renamed_before_tensorboard_is_loaded_is_not_made_anew(tmp_path):
-    with pytest.raises(FileNotFoundError), tensorboard(tmp_path / "run", 0):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_full_and_a_read_only_storage_lose_nothing_and_tensorboard_starts_again(tmp_path, log):
+    with small_volume(tmp_path / "small", 2) as volume:
+        run = volume.path / "run"
+        run.mkdir()
+        writer = MetricsWriter(run, 0)
+        take(writer, range(1, 11))
+        writer.flush()
+        wait_for_lines(writer, 10)
+        volume.fill()
+        take(writer, range(11, 200))
+        with pytest.raises(OSError, match="No space"):
+            writer.flush()
+        wait_for_lines(writer, 199)  # TensorBoard has failed and closed its file: the volume can be mounted again
+        volume.drain()
+        writer.flush()
+        volume.read_only(True)
+        take(writer, range(200, 210))
+        volume.read_only(False)
+        writer.close()
+        assert steps_in(run) == list(range(1, 210))
+        first, second = [line for line in log if "TensorBoard" in line]
+        says(first, "TensorBoard gets no more metrics", os.strerror(errno.ENOSPC))
+        says(second, "TensorBoard lacks")
+        take_all(MetricsWriter(run, 200), 202, first=201)
+        assert [step for step, _ in shown(run) if step > 200] == [201, 202]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("fault", ["lost", "in the way", "missing"])
 def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, log, monkeypatch, fault):
-    """A folder that is gone, a file in its place, and a package that is not installed."""
     if fault == "in the way":
         (tmp_path / TENSORBOARD).write_text("in the way")
-    if fault == "missing":
+    elif fault == "missing":
         monkeypatch.setattr(errors, "find_spec", lambda _name: None)
     writer = MetricsWriter(tmp_path, 0)
     take(writer, range(1, 4))
     if fault == "lost":
         wait_for_lines(writer, 3)
         shutil.rmtree(tmp_path / TENSORBOARD)
-    take(writer, range(4, 11))
-    writer.flush()
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 11))
+    take_all(writer, 10, first=4)
+    assert steps_in(tmp_path) == list(range(1, 11))
     first, second = log
     reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}
     says(first, "TensorBoard gets no more metrics", reasons[fault], "metrics.jsonl has all")
     says(second, "TensorBoard lacks", f"{7 if fault == 'lost' else 10} or more")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(tmp_path, log):
-    with small_volume(tmp_path / "small", 2) as volume:
-        (volume.path / "board").mkdir()
-        (tmp_path / TENSORBOARD).symlink_to(volume.path / "board")
-        writer = MetricsWriter(tmp_path, 0)
-        take(writer, [1])
-        wait_for_lines(writer, 1)
-        volume.fill()
-        take(writer, range(2, 400))
-        writer.close()
-        assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 400))
-        first, second = log
-        says(first, "TensorBoard gets no more metrics", os.strerror(errno.ENOSPC))
-        says(second, "TensorBoard lacks")
-        volume.drain()
-        again = MetricsWriter(tmp_path, 300)
-        take(again, [301, 302])
-        again.close()
-        assert [step for step, _ in shown(tmp_path) if step > 300] == [301, 302]
+def test_a_folder_that_was_renamed_before_tensorboard_is_loaded_is_not_made_anew(tmp_path):
+    with pytest.raises(FileNotFoundError), tensorboard(tmp_path / "run", 0):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["start", "log", "end", "hang"])
+@pytest.mark.parametrize("place", ["start", "log", "end", "hang", "endless"])
 def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, log, monkeypatch, place):
-    free = threading.Event()
+    free, error = threading.Event(), ImportError("cannot import name 'runtime_version'")
 
     @contextmanager
     def broken():
-        def at(here):
+        def reach(here):
             if here == place:
-                raise ImportError("cannot import name 'runtime_version'")
-
-        def log(_line):
-            at("log")
-            if place == "hang":
+                raise error
+            if here == {"hang": "log", "endless": "end"}.get(place):
                 free.wait(60)
 
-        at("start")
-        yield log
-        at("end")
+        reach("start")
+        yield lambda _line: reach("log")
+        reach("end")
 
     monkeypatch.setattr(loggers, "_MOST_WAITING", 3)
-    writer = MetricsWriter(tmp_path, 0, loggers={"Broken": broken})
-    began = time.monotonic()
+    if place == "endless":
+        monkeypatch.setattr(loggers, "_LAST_SECONDS", 0.2)
+    writer, began = MetricsWriter(tmp_path, 0, loggers={"Broken": broken}), time.monotonic()
     for step in range(1, 7):
         take(writer, [step])
         if place != "hang":  # the queue of a program that works stays short
@@ -196,70 +176,48 @@ def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, 
     writer.close()
     free.set()
     assert time.monotonic() - began < 45  # it does not wait for the program, which hangs for a minute
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
+    assert steps_in(tmp_path) == list(range(1, 7))
     first, last = [text for text in log if "Broken" in text]
-    says(first, "Broken", "it takes no lines" if place == "hang" else "cannot import name 'runtime_version'")
-    says(last, "Broken lacks", f"{0 if place == 'end' else 6} or more")
-
-
-def test_a_program_that_does_not_end_is_left_behind(log, monkeypatch):
-    free = threading.Event()
-
-    @contextmanager
-    def endless():
-        yield lambda _line: None
-        free.wait(60)
-
-    monkeypatch.setattr(loggers, "_LAST_SECONDS", 0.2)
-    logger = loggers.Logger("Endless", endless)
-    logger.add({})
-    logger.close()
-    free.set()
-    says(log[0], "Endless gets no more metrics", "did not end within 0.2 s")
-
-
-def test_loggers_are_off_by_default():
-    assert WandbConfig().mode == "disabled"
+    reasons = {"hang": "it takes no lines", "endless": "did not end within 0.2 s"}
+    says(first, "Broken gets no more metrics", reasons.get(place, str(error)))
+    says(last, "Broken lacks", f"{0 if place in ('end', 'endless') else 6} or more")
 
 
 def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
-    one, other, fork = (tmp_path / name for name in ("one", "other", "fork"))
-    for folder in (one, other, fork):
-        folder.mkdir()
-    identity = run_id(one, FACTS)
-    assert run_id(other, FACTS) == identity
-    assert run_id(fork, FACTS | {"run": "/runs/fork"}) != identity
+    for name in ("run", "other", "fork"):
+        (tmp_path / name).mkdir()
+    run = tmp_path / "run"
+    identity = run_id(run, FACTS)
+    assert run_id(tmp_path / "other", FACTS) == identity
+    assert run_id(tmp_path / "fork", FACTS | {"run": "/runs/fork"}) != identity
     assert len(identity) == 16
-    assert run_id(one, FACTS | {"run": "/moved", "host": "there"}) == identity
+    assert run_id(run, FACTS | {"run": "/moved", "host": "there"}) == identity
     for number, damaged in enumerate(("{", "{}"), 1):
-        (one / WANDB_ID).write_text(damaged)
-        assert run_id(one, FACTS) == identity
+        (run / WANDB_ID).write_text(damaged)
+        assert run_id(run, FACTS) == identity
         assert "\n".join(log).count(WANDB_ID) == number
-        assert json.loads((one / WANDB_ID).read_text()) == {"id": identity}
+        assert json.loads((run / WANDB_ID).read_text()) == {"id": identity}
 
 
 @without_wandb
-def test_a_missing_package_is_named_before_ray_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    wanted = {"metrics": {"wandb": {"mode": "offline"}}}
-    (problem,) = place_problems(wanted)
-    says(problem, "metrics.wandb.mode = offline", "pip install 'declutr-ray[wandb]'", "disabled")
+def test_a_missing_package_is_named_with_its_command_before_ray_and_leaves_the_metrics_whole(
+    tmp_path, log, monkeypatch
+):
+    """The package may be missing on the worker's host alone."""
+    take_all(MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path)), 5)
+    assert steps_in(tmp_path) == list(range(1, 6))
+    command = "pip install 'declutr-ray[wandb]'"
+    assert "\n".join(log).count(command) == 1
+    says(log, "Weights & Biases lacks the last lines of metrics (5 or more)")
+    offline = {"metrics": {"wandb": {"mode": "offline"}}}
+    (problem,) = place_problems(offline)
+    says(problem, "metrics.wandb.mode = offline", command, "disabled")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wandb").mkdir()  # as W&B leaves it
     monkeypatch.syspath_prepend("")
-    assert place_problems(wanted) == [problem]
+    assert place_problems(offline) == [problem]
     for mode in ("disabled", 5, None):
         assert place_problems({"metrics": {"wandb": {"mode": mode}}}) == []
-
-
-@without_wandb
-def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path, log):
-    writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path))
-    take(writer, range(1, 6))
-    writer.flush()
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 6))
-    assert "\n".join(log).count("pip install 'declutr-ray[wandb]'") == 1
-    assert "Weights & Biases lacks the last lines of metrics (5 or more)" in "\n".join(log)
 
 
 def synced(folder):
@@ -306,10 +264,8 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
     assert [(line["_step"], line["step/loss"]) for line in first[1]] == [(step, step / 8) for step in range(1, 8)]
     assert [line["_step"] for line in second[1]] == [6, 7, 8, 9]
     assert second[1][-1]["validation/mrr"] == 0.5
-    for path in tmp_path.rglob("*"):
-        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
-    for path in (tmp_path / "wandb").glob("*/*.wandb"):
-        assert b"stranger" not in path.read_bytes(), path
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert not [path for path in (tmp_path / "wandb").glob("*/*.wandb") if b"stranger" in path.read_bytes()]
 
 
 @with_wandb
@@ -325,25 +281,19 @@ def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkey
     if fault == "kill":
         process.kill()
         process.wait()
-    take(writer, range(4, 9))
-    writer.flush()
     began = time.monotonic()
-    writer.close()
+    take_all(writer, 8, first=4)
     assert time.monotonic() - began < 14
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 9))
-    assert "\n".join(log).count("Weights & Biases gets no more metrics") == 1
-    assert "Weights & Biases lacks" in "\n".join(log)
-    assert KEY not in "\n".join(log)
+    assert steps_in(tmp_path) == list(range(1, 9))
+    text = "\n".join(log)
+    assert text.count("Weights & Biases gets no more metrics") == 1
+    assert "Weights & Biases lacks" in text
+    assert KEY not in text
     assert not process.is_running()
 
 
-def test_a_continued_run_shows_the_steps_of_earlier_starts(capsys):
-    with ProgressBar(lambda: None, 16, [], "docs", done=15):
-        pass
-    assert "(15 of 16)" in capsys.readouterr().err
-
-
-def test_a_loss_of_an_auxiliary_task_that_is_not_finite_does_not_end_the_bar(capsys):
-    with ProgressBar(lambda: {"step": 16, "skipped": False, "loss": None}, 16, [], "docs", done=0):
-        pass
-    assert "loss not finite" in capsys.readouterr().err
+def test_the_bar_of_a_continued_run_shows_earlier_steps_and_a_loss_that_is_not_finite(capsys):
+    for line, text in ((None, "(15 of 16)"), ({"step": 16, "skipped": False, "loss": None}, "loss not finite")):
+        with ProgressBar(lambda line=line: line, 16, [], "docs", done=15):
+            pass
+        assert text in capsys.readouterr().err

@@ -38,8 +38,7 @@ def plainly(rows, epochs, shards, rate, seed):
         draws = words[0] / 2**32
         clip, label = np.array(row["frames"][0].as_py()).reshape(-1, MELS), row["label"][0].as_py()
         if draws[0] < rate:
-            other = shards.slice(int(draws[1] * len(shards)), 1)
-            share = sorted(draws[2:])[9]
+            other, share = shards.slice(int(draws[1] * len(shards)), 1), sorted(draws[2:])[9]
             powers = share**2 * np.exp(clip)
             for frame, energies in enumerate(np.array(other["frames"][0].as_py()).reshape(-1, MELS)[: len(clip)]):
                 powers[frame] += (1 - share) ** 2 * np.exp(energies)
@@ -50,17 +49,16 @@ def plainly(rows, epochs, shards, rate, seed):
     return clips, labels
 
 
-def mixing(rate, seed):
-    return ClipFetch(CropConfig(), 16, seed, rate).mixed
+def mixed(rate, seed, epochs, rows=CLIPS):
+    return ClipFetch(CropConfig(), 16, seed, rate).mixed(rows, np.asarray(epochs), Rows(CLIPS))
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 0.0])
 def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
     epochs = np.array([0, 3, 1, 4, 1, 5, 9])
-    rows = mixing(rate, 7)(CLIPS, epochs, Rows(CLIPS))
+    rows = mixed(rate, 7, epochs)
     clips, labels = plainly(CLIPS, epochs, CLIPS, rate, 7)
-    for found, expected in zip(clips_of(rows), clips, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(clips_of(rows)), np.concatenate(clips), rtol=1e-5, atol=1e-6)
     assert rows["label"].to_pylist() == labels
     changed = [not np.array_equal(a, b) for a, b in zip(clips_of(rows), clips_of(CLIPS), strict=True)]
     assert {0.5: 0 < sum(changed) < 7, 1.0: all(changed), 0.0: not any(changed)}[rate]
@@ -68,14 +66,12 @@ def test_mixed_clips_and_labels_equal_a_plain_writing(rate):
 
 
 def test_a_clip_is_mixed_by_its_epoch_and_not_by_its_batch():
-    """Any worker and any slice of the table reads the same mixtures; another epoch and another seed read others."""
-    epochs = np.full(7, 2)
-    whole = mixing(0.5, 7)(CLIPS, epochs, Rows(CLIPS))
-    for start, end in ((0, 3), (3, 3), (3, 7)):
-        part = mixing(0.5, 7)(CLIPS.slice(start, end - start), epochs[start:end], Rows(CLIPS))
-        assert part.equals(whole.slice(start, end - start))
-    assert not mixing(0.5, 7)(CLIPS, epochs + 1, Rows(CLIPS)).equals(whole)
-    assert not mixing(0.5, 8)(CLIPS, epochs, Rows(CLIPS)).equals(whole)
+    whole = mixed(0.5, 7, [2] * 7)
+    assert whole.schema.equals(CLIPS.schema)
+    for start, number in ((0, 3), (3, 0), (3, 4)):
+        assert mixed(0.5, 7, [2] * number, CLIPS.slice(start, number)).equals(whole.slice(start, number))
+    assert not mixed(0.5, 7, [3] * 7).equals(whole)
+    assert not mixed(0.5, 8, [2] * 7).equals(whole)
 
 
 def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
@@ -83,8 +79,8 @@ def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
     rows = clip_rows([1] * 3000)
     silent = pa.array([[0.0] * MELS] * 3000, pa.list_(pa.float32()))
     rows = rows.set_column(rows.column_names.index("frames"), "frames", silent)
-    found = mixing(0.5, 0)(rows, np.zeros(3000, np.int64), Rows(rows))
-    powers = np.exp([clip[0, 0] for clip in clips_of(found)])
+    table = ClipFetch(CropConfig(), 16, 0, 0.5).mixed(rows, np.zeros(3000, np.int64), Rows(rows))
+    powers = np.exp([clip[0, 0] for clip in clips_of(table)])
     powers = powers[powers < 1]
     assert len(powers) == pytest.approx(1500, abs=110)
     uneven = np.sqrt(np.maximum(2 * powers - 1, 0))
@@ -118,80 +114,61 @@ def test_one_masked_spectrogram_is_fed_twice():
     shared, spans = views_of(CLIPS, epochs, masks=masks | {"shared": True})
     apart, _ = views_of(CLIPS, epochs, masks=masks)
     for first, second, own in zip(shared[::2], shared[1::2], apart[::2], strict=True):
-        assert np.array_equal(first, second)
-        assert np.array_equal(first, own)
+        assert first.tolist() == second.tolist() == own.tolist()
     assert not all(np.array_equal(own, other) for own, other in zip(apart[::2], apart[1::2], strict=True))
     assert (spans.keys[::2] != spans.keys[1::2]).all()
     assert any((clip == 0).any() for clip in shared)
 
 
-def test_mixed_clips_are_masked_afterwards():
-    epochs, masks = np.arange(7), {"freq_mask": 3, "time_mask": 4, "shared": True}
-    found, _ = views_of(CLIPS, epochs, masks=masks, mixup=1.0)
-    mixed = clips_of(mixing(1.0, 3)(CLIPS, epochs, Rows(CLIPS)))
-    for view, clip in zip(found[::2], mixed, strict=True):
+def test_mixed_clips_are_masked_afterwards_and_images_are_neither_mixed_nor_masked():
+    images, epochs = image_rows([(9, 9)] * 3), np.zeros(3, np.int64)
+    collator = ClipCollator(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
+    assert collator.fetch(images, epochs, Rows(images)).equals(collator.fetch.views(images, epochs))
+    clips, _ = views_of(CLIPS, np.arange(7), masks={"freq_mask": 3, "time_mask": 4, "shared": True}, mixup=1.0)
+    for view, clip in zip(clips[::2], clips_of(mixed(1.0, 3, np.arange(7))), strict=True):
         assert np.array_equal(view[view != 0], clip[view != 0])
         assert (view != 0).any()
-    assert any((view == 0).any() for view in found)
+    assert any((view == 0).any() for view in clips)
 
 
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory):
-    """Shards of twelve sounds of three labels."""
     content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
     files = {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)}
     return ShardSet(prepare_media(tmp_path_factory.mktemp("sounds"), content, files)[0], "train")
 
 
 def test_the_partner_and_share_of_a_mixture_are_told(sounds):
-    """Those by which the plain writing mixes; a clip that is not mixed has none."""
-    shards, epochs = sounds, np.zeros(6, np.int64)
+    epochs, rows = np.zeros(6, np.int64), sounds.take(np.arange(6))
     collator = ClipCollator(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
-    rows = shards.take(np.arange(6))
-    origins = shards.take(np.arange(shards.num_documents)).select(["id", "source", "offset"]).to_pylist()
-    every = {f"{one['id'].hex()}, {one['source']} at {one['offset']}": n for n, one in enumerate(origins)}
-    mixed = collator.fetch(rows, epochs, shards)
-    told = collator.describe(mixed, epochs, shards)[::2]  # of the first view
-    assert 0 < sum("mixed" in one for one in told) < 6
-    before, after = clips_of(rows), clips_of(mixed)
-    for number, one in enumerate(told):
-        found = re.search(r"^([\d.]+) of it mixed with ([\d.]+) of (.*? at \d+)", one)
-        assert (found is None) == np.array_equal(before[number], after[number])
-        if found:
-            other = clips_of(shards.take(np.array([every[found[3]]])))[0]
-            expected = mixture(before[number], other, float(found[1]))
-            np.testing.assert_allclose(after[number], expected, atol=0.01)
-
-
-def test_images_are_neither_mixed_nor_masked():
-    rows = image_rows([(9, 9)] * 3)
-    collator = ClipCollator(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
-    epochs = np.zeros(3, np.int64)
-    assert collator.fetch(rows, epochs, Rows(rows)).equals(collator.fetch.views(rows, epochs))
-
-
-def test_mixup_of_a_worker_without_rows_is_empty():
-    rows = mixing(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
-    assert len(rows) == 0
-    assert rows.schema.equals(CLIPS.schema)
+    every = sounds.take(np.arange(sounds.num_documents))
+    origins = every.select(["id", "source", "offset"]).to_pylist()
+    places = {f"{row['id'].hex()}, {row['source']} at {row['offset']}": n for n, row in enumerate(origins)}
+    mixtures = collator.fetch(rows, epochs, sounds)
+    texts = collator.describe(mixtures, epochs, sounds)[::2]  # of the first view
+    assert 0 < sum("mixed" in text for text in texts) < 6
+    for before, after, text in zip(clips_of(rows), clips_of(mixtures), texts, strict=True):
+        match = re.search(r"^([\d.]+) of it mixed with ([\d.]+) of (.*? at \d+)", text)
+        assert (match is None) == np.array_equal(before, after)
+        if match:
+            expected = mixture(before, clips_of(every)[places[match[3]]], float(match[1]))
+            np.testing.assert_allclose(after, expected, atol=0.01)
 
 
 def test_tasks_that_read_shards_mix_as_the_worker_does(sounds):
     """A chunk of real shards, read by another process's copy of the fetch, for one worker and for two."""
-    shards = sounds
     config = SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True})
-    collator = ClipCollator(config, FrontendConfig(patch_size=(2, MELS)), 3)
-    plan = Plan(0, shards.num_documents, 6)
+    collator, plan = ClipCollator(config, FrontendConfig(patch_size=(2, MELS)), 3), Plan(0, sounds.num_documents, 6)
 
     def chunk(rank, workers):
-        part = rank_plan(plan, shards, rank, workers, 0, 2, fetch=pickle.loads(pickle.dumps(collator.fetch)))
+        part = rank_plan(plan, sounds, rank, workers, 0, 2, fetch=pickle.loads(pickle.dumps(collator.fetch)))
         return read_chunk({"id": np.zeros(1, np.int64)}, part, 0)
 
     alone = chunk(0, 1)
     epochs, documents = plan.documents(0, 2, 0, 6)
-    apart = zip(clips_of(alone), clips_of(shards.take(documents)), strict=True)
-    assert 0 < sum(np.array_equal(one, other) for one, other in apart) < len(alone)
-    assert alone.equals(fetched(shards, documents, epochs, collator.fetch))
+    apart = zip(clips_of(alone), clips_of(sounds.take(documents)), strict=True)
+    assert 0 < sum(np.array_equal(*clips) for clips in apart) < len(alone)
+    assert alone.equals(fetched(sounds, documents, epochs, collator.fetch))
     for step in (0, 1):
         halves = pa.concat_tables([chunk(rank, 2).slice(3 * step, 3) for rank in (0, 1)])
         assert halves.equals(alone.slice(6 * step, 6))
@@ -208,12 +185,10 @@ def test_chunks_of_sounds_are_bounded_by_their_energies_and_change_no_row(sounds
 
 
 PLAIN = {"hflip": 0.0, "color_jitter_prob": 0.0, "grayscale_prob": 0.0}
-SIZE = (200, 200)
 
 
-def boxes(count=2000, size=SIZE, **config):
-    crops = ClipFetch(CropConfig(**config), 32, 0)
-    rng = np.random.default_rng(0)
+def boxes(count=2000, size=(200, 200), **config):
+    crops, rng = ClipFetch(CropConfig(**config), 32, 0), np.random.default_rng(0)
     return np.array([crops._box(size, rng.random(30)) for _ in range(count)])
 
 
@@ -231,14 +206,13 @@ def views(table, epochs, seed=0, **config):
 
 
 def test_crops_are_as_often_portrait_as_landscape_and_inside_the_image():
-    found = boxes()
-    wide, high = (found[:, 2:] - found[:, :2]).T
+    crops = boxes()
+    wide, high = (crops[:, 2:] - crops[:, :2]).T
     assert 0.45 < (wide > high).mean() < 0.55
-    assert (wide / high).max() < 4 / 3 * 1.02
-    assert (high / wide).max() < 4 / 3 * 1.02
-    assert (found >= 0).all()
-    assert (found <= 200).all()
-    assert (found[:, 0] > found[:, 1]).mean() == pytest.approx(0.5, abs=0.06)
+    assert np.maximum(wide / high, high / wide).max() < 4 / 3 * 1.02
+    assert ((crops >= 0) & (crops <= 200)).all()
+    assert (crops[:, 0] > crops[:, 1]).mean() == pytest.approx(0.5, abs=0.06)
+    assert (boxes(20, (400, 4), min_scale=1.0) == [0, 0, 400, 4]).all(), "a crop that fits nowhere is the whole image"
 
 
 @pytest.mark.parametrize("min_scale", [0.36, 0.9])
@@ -256,34 +230,25 @@ def test_areas_and_sides_of_crops_follow_the_plain_law(min_scale):
 
 
 def test_colours_change_by_their_own_draws():
-    crops, image = ClipFetch(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
-    draws = np.random.default_rng(0).random(40)
-    found = [np.asarray(crops.view(image, draws))]
-    for place in range(33, 37):  # brightness, contrast, saturation, hue
-        changed = draws.copy()
-        changed[place] = (changed[place] + 0.5) % 1
-        found.append(np.asarray(crops.view(image, changed)))
-    assert len({one.tobytes() for one in found}) == 5
-
-
-def test_crop_that_fits_nowhere_is_the_whole_image():
-    assert (boxes(20, (400, 4), min_scale=1.0) == [0, 0, 400, 4]).all()
+    crops = ClipFetch(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0)
+    draws = np.tile(np.random.default_rng(0).random(40), (5, 1))
+    draws[range(1, 5), range(33, 37)] += 0.5  # brightness, contrast, saturation, hue
+    assert len({crops.view(picture(), row % 1).tobytes() for row in draws}) == 5
 
 
 def test_views_are_keyed_by_image_epoch_view_and_seed_and_by_nothing_else():
     table = rows([picture(), picture(), picture(1)])
     first, second, third = views(table, [0, 0, 3])
+    others = views(table, [1, 0, 3])[0], views(table, [0, 0, 3], seed=1)[0]
     assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first, second)  # another id, the same picture
-    assert not np.array_equal(first, views(table, [1, 0, 3])[0])
-    assert not np.array_equal(first, views(table, [0, 0, 3], seed=1)[0])
+    assert not any(np.array_equal(first, other) for other in (second, *others))  # second: another id, the same picture
     assert np.array_equal(third, views(table.slice(2), [3])[0])
 
 
 def test_flips_colours_and_grays_are_as_often_as_asked():
-    table, plain = rows([picture()] * 60), views(rows([picture()] * 60), [0] * 60)
-    changes = ("hflip", "grayscale_prob", "color_jitter_prob")
-    flipped, gray, colored = (views(table, [0] * 60, **{name: 1.0}) for name in changes)
+    table, changes = rows([picture()] * 60), ("hflip", "grayscale_prob", "color_jitter_prob")
+    plain, *others = (views(table, [0] * 60, **change) for change in ({}, *({name: 1.0} for name in changes)))
+    flipped, gray, colored = others
     assert all(np.array_equal(one[:, :, ::-1], other) for one, other in zip(plain, flipped, strict=True))
     assert all((one[..., :1] == one).all() for one in gray)
     assert all(not np.array_equal(one, other) for one, other in zip(plain, colored, strict=True))

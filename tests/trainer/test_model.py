@@ -2,26 +2,20 @@
 
 import families
 import pytest
+import tiny
 import torch
 from measures import deviation
 from messages import all_of
-from tiny import (
-    FAMILIES,
-    HALF,
-    VOCABULARY,
-    documents,
-    random_spans,
-    rank_batch,
-    tiny_collator,
-    tiny_encoder,
-    tiny_train_step,
-)
+from tiny import FAMILIES, HALF, VOCABULARY, random_spans, tiny_encoder
+from tokenizers import Tokenizer, models
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedTokenizerFast
+from vocabularies import ROLES
 
 from declutr.common.errors import EncoderError
 from declutr.trainer.build import freeze_unused
-from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import mlm_head
 from declutr.trainer.model.language_model import frozen_parameters, load_hf_config, max_span_tokens, vocabulary_of
@@ -32,13 +26,9 @@ from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
 SHAPES = {
-    "mixed": MIXED,
-    "single span": [17],
-    "one token of content": [3, 3, 3],
-    "one token": [1, 20, 1],
-    "equal lengths": [11, 11, 11, 11],
-    "long and short": [36, 3],
-}
+    "mixed": MIXED, "single span": [17], "one token of content": [3, 3, 3], "one token": [1, 20, 1],
+    "equal lengths": [11, 11, 11, 11], "long and short": [36, 3],
+}  # fmt: skip
 
 
 def values_and_gradients(encoder, batch):
@@ -51,68 +41,48 @@ def values_and_gradients(encoder, batch):
     return embeddings, mlm, gradients
 
 
-def compare(family, lengths, dtype=torch.float64, seed=0, **settings):
-    batch = random_spans(lengths, num_selected=min(5, sum(lengths) // 2), seed=seed)
+def difference(family, lengths, dtype=torch.float64):
+    """Deviation of packed from padded spans. MLM may draw the padding id, a token whose positions RoBERTa skips."""
+    batch = random_spans(lengths, num_selected=min(5, sum(lengths) // 2))
+    if lengths == MIXED:
+        batch.input_ids[[4, 15, 16, 70]] = 1
     packed, padded = (
-        values_and_gradients(tiny_encoder(family, dtype, layout=layout, **settings), batch)
-        for layout in ("packed", "padded")
+        values_and_gradients(tiny_encoder(family, dtype, layout=layout), batch) for layout in ("packed", "padded")
     )
     assert any(gradient.abs().max() > 0 for gradient in packed[2])
-    return max(
-        deviation([packed[0]], [padded[0]]), deviation([packed[1]], [padded[1]]), deviation(packed[2], padded[2])
-    )
+    return max(deviation(packed[:1], padded[:1]), deviation(packed[1:2], padded[1:2]), deviation(packed[2], padded[2]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", SHAPES.values(), ids=list(SHAPES))
 def test_packed_batch_equals_padded_one(family, lengths):
-    assert compare(family, lengths) < 1e-10
+    assert difference(family, lengths) < 1e-10
     if lengths == MIXED:
-        assert compare(family, MIXED, torch.float32) < 1e-5
+        assert difference(family, MIXED, torch.float32) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_id_inside_a_span_is_a_token_like_others(family):
-    """MLM may draw the padding id as a replacement. It is a token like others; RoBERTa's positions skip it."""
-    batch = random_spans(MIXED)
-    ids = batch.input_ids.clone()
-    ids[[4, 15, 16, 70]] = 1
-    batch = SpanBatch(ids, batch.lengths, batch.selected, batch.labels)
-    packed, padded = (tiny_encoder(family, layout=layout).embed(batch) for layout in ("packed", "padded"))
-    assert deviation([packed], [padded]) < 1e-10
-
-
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_pooling_equals_a_plain_writing(pooling):
-    batch, encoder = random_spans(MIXED), tiny_encoder(pooling=pooling)
-    parts = encoder.hidden(batch).split(MIXED)
+def test_pooling_equals_a_plain_writing_and_no_spans_have_empty_embeddings(pooling, layout):
+    batch, encoder = random_spans(MIXED), tiny_encoder(pooling=pooling, layout=layout)
+    parts = tiny_encoder().hidden(batch).split(MIXED)
     means = {"mean": lambda h: h.mean(0), "mean_without_cls": lambda h: h[1:].mean(0)}
     by_hand = {**means, "cls": lambda h: h[0], "max": lambda h: h.amax(0)}[pooling]
     assert deviation([encoder.embed(batch)], [torch.stack([by_hand(part) for part in parts])]) < 1e-12
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_batch_without_spans_has_empty_embeddings(pooling, layout):
     encoder = tiny_encoder(pooling=pooling, layout=layout, projection={"kind": "linear", "size": 6})
     embeddings, mlm = encoder(random_spans([]))
-    assert embeddings.shape == (0, 6)
-    assert mlm.item() == 0.0
-    assert encoder.embed(random_spans([])).shape == (0, 16)
-
-
-def test_half_precision_ends_before_the_losses():
-    encoder = tiny_encoder(dtype=torch.float32, projection={"kind": "mlp", "size": 6})
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        embeddings, mlm = encoder(random_spans(MIXED, num_selected=5))
-    assert embeddings.dtype == mlm.dtype == torch.float32
+    assert (embeddings.shape, mlm.item(), encoder.embed(random_spans([])).shape) == ((0, 6), 0.0, (0, 16))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_half_precision_is_pooled_in_float32(pooling):
+def test_half_precision_is_pooled_in_float32_and_ends_before_the_losses(pooling):
     encoder, lengths = tiny_encoder(dtype=torch.float32, pooling=pooling), torch.tensor([300, 5])
     hidden = torch.randn(305, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(encoder.pool(hidden, lengths), encoder.pool(hidden.float(), lengths))
+    encoder = tiny_encoder(dtype=torch.float32, pooling=pooling, projection={"kind": "mlp", "size": 6})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        embeddings, mlm = encoder(random_spans(MIXED, num_selected=5))
+    assert embeddings.dtype == mlm.dtype == torch.float32
 
 
 def test_seeds_decide_the_weights():
@@ -137,12 +107,9 @@ def test_longest_span_is_the_limit_of_positions(family, limit):
             encoder.embed(random_spans([limit + 1]))
 
 
-def test_encoder_of_an_unknown_head_is_refused():
+def test_an_unknown_head_and_an_unknown_type_are_refused():
     with pytest.raises(ValueError, match=all_of("Linear", "MLM head")):
         mlm_head(nn.Linear(1, 1))
-
-
-def test_an_unknown_type_is_named_with_the_nearest_one():
     with pytest.raises(EncoderError, match=all_of("'robberta'", "`roberta`")):
         load_hf_config(EncoderConfig(from_config={"model_type": "robberta"}), 100, {})
 
@@ -151,29 +118,18 @@ def test_an_unknown_type_is_named_with_the_nearest_one():
 def test_packs_tells_who_can(family):
     """Trying the layouts leaves the encoder as it was; positions that the padded forward does not use are found out."""
     encoder = tiny_encoder(family, torch.float32)
-    assert embedding_layout(encoder) == "packed"
-    assert encoder.training
-    assert encoder.config.layout == "packed"
+    assert (embedding_layout(encoder), encoder.config.layout, encoder.training) == ("packed", "packed", True)
     if family != "modernbert":  # its positions are relative: shifted ones change nothing
         encoder.padding_index = 30
         assert embedding_layout(encoder) == "padded"
 
 
 def test_vocabulary_of_a_tokenizer_has_its_special_ids():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "<mask>": 5}, "<unk>"))
-    names = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-    }
-    found = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))
-    assert (found.size, found.bos, found.eos, found.mask, found.special) == (6, 0, 2, 5, (0, 1, 2, 3, 5))
-    assert found.num_specials == VOCABULARY.num_specials == 2
+    names = {f"{role}_token": ROLES[role] for role in ("bos", "eos", "pad", "unk", "mask")}
+    vocabulary = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))
+    assert vocabulary == Vocabulary(size=6, bos=0, eos=2, mask=5, special=(0, 1, 2, 3, 5))
+    assert vocabulary.num_specials == VOCABULARY.num_specials == 2
     del names["mask_token"]
     with pytest.raises(ValueError, match="no mask token"):
         vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))
@@ -184,20 +140,15 @@ def test_vocabulary_of_a_tokenizer_has_its_special_ids():
 @pytest.mark.parametrize("setting", ["activation_checkpointing", pytest.param("compile", marks=pytest.mark.nightly)])
 def test_settings_for_speed_and_memory_change_no_gradient(setting):
     """With dropout, over ragged batches; after two of them nothing is compiled again."""
-    plain, special = tiny_encoder(dropout=0.1), tiny_encoder(dropout=0.1, **{setting: True})
+    encoders = tiny_encoder(dropout=0.1), tiny_encoder(dropout=0.1, **{setting: True})
     torch._dynamo.reset()
     before = torch._dynamo.config.error_on_recompile
     try:
         for number, lengths in enumerate([[5, 9], [3, 3, 20, 11], [17], [4, 8, 15, 16, 23]]):
             torch._dynamo.config.error_on_recompile = number >= 2
             batch = random_spans(lengths, num_selected=3, seed=number)
-            found = []
-            for encoder in (plain, special):
-                encoder.zero_grad()
-                embeddings, mlm_sum = encoder(batch)
-                (embeddings.square().sum() + mlm_sum).backward()
-                found.append([p.grad.clone() for p in encoder.parameters() if p.grad is not None])
-            assert deviation(found[1], found[0]) < 1e-10
+            plain, special = (values_and_gradients(encoder, batch)[2] for encoder in encoders)
+            assert deviation(special, plain) < 1e-10
     finally:
         torch._dynamo.config.error_on_recompile = before
 
@@ -210,30 +161,16 @@ def test_equal_to_torchs_counter():
         with FlopCounterMode(display=False) as forward, torch.no_grad():
             encoder(batch)
         attention = 4 * 3 * 16 * 30**2
-        ours = step_flops(encoder.model, batch.lengths, 7) / 3
-        assert forward.get_total_flops() + attention == ours
+        assert forward.get_total_flops() + attention == step_flops(encoder.model, batch.lengths, 7) / 3
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", 181e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L400", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_peak_of_a_gpu_follows_from_its_name(name, peak):
-    assert peak_flops(name, half=True) == peak
+def test_peak_of_a_gpu_follows_from_its_name():
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H200": 989e12,
+        "NVIDIA GH200 480GB": 989e12, "NVIDIA A10G": 70e12, "NVIDIA B200": 2250e12, "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA L40S": 362e12, "NVIDIA L40": 181e12, "NVIDIA L4": 121e12, "NVIDIA L400": None, "Tesla T4": None,
+    }  # fmt: skip
+    assert {name: peak_flops(name, half=True) for name in peaks} == peaks
     assert peak_flops(gpu_name(torch.device("cpu")), half=True) is None
 
 
@@ -247,47 +184,40 @@ def model_of(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "albert"])
 def test_frozen_parameters_leave_the_last_layer_and_its_norm(kind):
     model = model_of(kind)
-    frozen = {id(p) for p in frozen_parameters(model, 1)}
-    trained = [name for name, p in model.base_model.named_parameters() if id(p) not in frozen]
-    last = [name for name in trained if ".1." in f".{name}"]
-    assert last
-    assert {name.split(".")[0] for name in trained if name not in last} <= {"final_norm", "norm"}
-    assert len(last) == len([name for name, _ in model.base_model.named_parameters() if ".1." in f".{name}"])
+    frozen, parameters = {id(p) for p in frozen_parameters(model, 1)}, dict(model.base_model.named_parameters())
+    trained = {name for name, p in parameters.items() if id(p) not in frozen}
+    last = {name for name in parameters if ".1." in f".{name}"}
+    assert trained >= last > set()
+    assert {name.split(".")[0] for name in trained - last} <= {"final_norm", "norm"}
     assert id(model.get_input_embeddings().weight) in frozen
     assert not frozen_parameters(model, None)
+    with pytest.raises(EncoderError, match=all_of("num_trainable_layers = 3", "2 layers", "at most 2")):
+        frozen_parameters(model, 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers", "told"),
-    [
-        ("albert", 1, ("2 layers", "model type albert", "share")),
-        ("bert", 3, ("num_trainable_layers = 3", "2 layers", "at most 2")),
-    ],
-)
-def test_frozen_parameters_of_shared_or_too_many_layers_are_refused(kind, layers, told):
-    with pytest.raises(EncoderError, match=all_of(told)):
-        frozen_parameters(model_of(kind), layers)
+def test_frozen_parameters_of_shared_layers_are_refused():
+    with pytest.raises(EncoderError, match=all_of("2 layers", "model type albert", "share")):
+        frozen_parameters(model_of("albert"), 1)
 
 
 def gradients(family, num_trainable_layers, tokens):
-    """Gradients of a step by name, those of a head and of a projection among them."""
-    config = DeclutrConfig(masking=HALF)
-    encoder = tiny_encoder(
-        family, projection={"kind": "mlp", "size": 6}, num_trainable_layers=num_trainable_layers, dropout=0.1
-    )
-    train_step = tiny_train_step(encoder, config, microbatch_tokens=tokens)
+    config, head = DeclutrConfig(masking=HALF), {"kind": "mlp", "size": 6}
+    encoder = tiny_encoder(family, projection=head, num_trainable_layers=num_trainable_layers, dropout=0.1)
+    train_step = tiny.tiny_train_step(encoder, config, microbatch_tokens=tokens)
     freeze_unused(encoder, train_step.tasks)
     train_step.optimizer.zero_grad()
-    train_step.gradients({"": rank_batch(tiny_collator(config), documents([48, 70, 49], 12), 0, None)}, 1)
+    train_step.gradients(
+        {"": tiny.rank_batch(tiny.tiny_collator(config), tiny.documents([48, 70, 49], 12), 0, None)}, 1
+    )
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [None, 60])
 def test_gradients_of_trained_layers_are_those_of_the_whole_encoder(family, tokens):
-    every, some = gradients(family, None, tokens), gradients(family, 1, tokens)
-    assert 0 < len(some) < len(every)
-    assert any("layer.1" in name or "layers.1" in name for name in some)
-    assert not any("embeddings" in name for name in some)
-    assert deviation([some[name] for name in some], [every[name] for name in some]) < 1e-10
-    assert {name for name in some if "projection" in name or "head" in name or "cls" in name}
+    every, last = gradients(family, None, tokens), gradients(family, 1, tokens)
+    assert len(last) < len(every)
+    assert any("layer.1" in name or "layers.1" in name for name in last)
+    assert any("projection" in name or "head" in name or "cls" in name for name in last)
+    assert not any("embeddings" in name for name in last)
+    assert deviation(last.values(), [every[name] for name in last]) < 1e-10

@@ -31,32 +31,27 @@ def packed(vocabulary, queries=None):
     tokens, masking = np.arange(4, 44, dtype=np.int64), (MaskingConfig(), slice(0, 2))
     sources, content, keys = np.array([0, 20]), np.array([20, 15]), np.array([7, 8], np.uint64)
     epochs, numbers = np.zeros(2, np.uint64), np.zeros(2, np.int64)
-    return pack_spans(tokens, sources, content, vocabulary, 0, keys, epochs, numbers, masking, queries=queries)
+    spans = pack_spans(tokens, sources, content, vocabulary, 0, keys, epochs, numbers, masking, queries=queries)
+    return spans, [row.tolist() for row in spans.input_ids.split(spans.lengths.tolist())]
 
 
 def test_a_prompt_stands_behind_the_first_special_token_and_is_never_masked():
     prompted = dataclasses.replace(VOCABULARY, prompt=(50, 51, 52))
-    spans, plain = packed(prompted), packed(VOCABULARY)
+    (spans, rows), (plain, plain_rows) = packed(prompted), packed(VOCABULARY)
     assert prompted.num_specials == VOCABULARY.num_specials + 3
-    rows = spans.input_ids.split(spans.lengths.tolist())
-    assert [row[:4].tolist() for row in rows] == [[VOCABULARY.bos, 50, 51, 52]] * 2
-    expected = [[row[0], *row[4:]] for row in (row.tolist() for row in rows)]
-    assert expected == [row.tolist() for row in plain.input_ids.split(plain.lengths.tolist())], "the same masks"
+    assert rows == [[row[0], 50, 51, 52, *row[1:]] for row in plain_rows], "the same masks"
+    assert {row[0] for row in rows} == {VOCABULARY.bos}
     assert spans.labels.equal(plain.labels)
-    moved = [3, 6]  # tokens of prompts before the first and the second span's content
-    first = int((plain.selected < plain.lengths[0]).sum())
-    assert (spans.selected - plain.selected).tolist() == [moved[0]] * first + [moved[1]] * (len(plain.selected) - first)
+    moved = torch.where(plain.selected < plain.lengths[0], 3, 6)  # tokens of prompts before a span's content
+    assert (spans.selected - plain.selected).equal(moved)
 
 
 @pytest.mark.parametrize("own", [(), (60,), (60, 61, 62, 63)])
 def test_a_query_has_a_prompt_of_its_own(own):
     prompted = dataclasses.replace(VOCABULARY, prompt=(50, 51, 52), query_prompt=own)
-    asked = np.array([False, True])
-    mixed, alike = packed(prompted, asked), packed(dataclasses.replace(prompted, query_prompt=None), asked)
-    first, second = (row.tolist() for row in mixed.input_ids.split(mixed.lengths.tolist()))
-    before, after = (row.tolist() for row in alike.input_ids.split(alike.lengths.tolist()))
-    assert first == before
-    assert second == [after[0], *own, *after[4:]]
+    vocabularies = prompted, dataclasses.replace(prompted, query_prompt=None)
+    (mixed, rows), (alike, (before, after)) = (packed(v, np.array([False, True])) for v in vocabularies)
+    assert rows == [before, [after[0], *own, *after[4:]]]
     assert mixed.input_ids[mixed.selected].equal(alike.input_ids[alike.selected]), "the same masks"
     assert mixed.labels.equal(alike.labels)
 
@@ -68,8 +63,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def pretrained(data, tmp_path):
-    folder = tmp_path / "pretrained"
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    folder, tokenizer = tmp_path / "pretrained", AutoTokenizer.from_pretrained(data / "tokenizer")
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=96, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -77,57 +71,48 @@ def pretrained(data, tmp_path):
     return folder
 
 
-def given(data, tmp_path, encoder, spans=None):
-    values = runs.train_values(data, tmp_path / "run", batch_documents=16)
-    values["spans"] = {**values.get("spans", {}), **(spans or {})}
+def config_of(data, tmp_path, encoder, spans=None):
+    values = runs.train_values(data, tmp_path / "run", batch_documents=16, spans=spans or {})
     return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
 
 
 def test_declared_prompts_must_be_chosen_or_declined(data, tmp_path, pretrained):
     encoder = {"pretrained": str(pretrained)}
-    (problem,) = problems(given(data, tmp_path, encoder))
+    (problem,) = problems(config_of(data, tmp_path, encoder))
     says(problem, "declares prompts", "query = 'query: '", "passage = 'passage: '", "encoder.prompt")
     for prompt in ("passage: ", "another: ", ""):
-        assert problems(given(data, tmp_path, encoder | {"prompt": prompt})) == []
-    (problem,) = problems(given(data, tmp_path, encoder | {"prompt": "word " * 200}))
+        assert problems(config_of(data, tmp_path, encoder | {"prompt": prompt})) == []
+    (problem,) = problems(config_of(data, tmp_path, encoder | {"prompt": "word " * 200}))
     says(problem, "encoder.prompt leaves 0 of the encoder's 96 positions")
 
 
 def test_a_prompt_of_queries_needs_queries_and_room_for_them(data, tmp_path, pretrained):
     encoder = {"pretrained": str(pretrained), "prompt": "passage: ", "query_prompt": "query: "}
     with pytest.raises(ValueError, match=all_of("encoder.query_prompt", "spans.query_share")):
-        given(data, tmp_path, encoder)
+        config_of(data, tmp_path, encoder)
     spans = {"query_share": 0.5, "query_tokens": [2, 4]}
-    assert problems(given(data, tmp_path, encoder, spans=spans)) == []
-    (problem,) = problems(given(data, tmp_path, encoder | {"query_prompt": "word " * 95}, spans=spans))
+    assert problems(config_of(data, tmp_path, encoder, spans=spans)) == []
+    (problem,) = problems(config_of(data, tmp_path, encoder | {"query_prompt": "word " * 95}, spans=spans))
     says(problem, "encoder.query_prompt leaves 0 of the encoder's 96")
-    (problem,) = problems(given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 90]}))
+    (problem,) = problems(config_of(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 90]}))
     says(problem, "spans.query_tokens = [2, 90]", "spans.min_tokens")
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    rows = [{"query": f"a question about {n}", "text": f"the answer is {n} and {n % 7} more"} for n in range(60)]
-    content = {"kind": "pairs", "premise": "query", "hypothesis": "text", "label": None}
-    return prepare_rows(tmp_path_factory.mktemp("pairs") / "pairs", content, rows)[0]
-
-
 def of_pairs(pairs, tmp_path, max_tokens=20, **changes):
-    """A run over queries and texts, each with a prompt of its own."""
     objective = {"kind": "simcse", "supervised": True, "hard_negatives": False, "max_tokens": max_tokens}
     encoder = {"prompt": "text: ", "query_prompt": "asked: "}
     return runs.train_config(pairs, tmp_path / "run", objective=objective, encoder=encoder, **changes)
 
 
-def test_a_validation_of_pairs_has_both_prompts(pairs, tmp_path):
+def test_prompts_of_pairs_are_validated_and_refused_if_they_are_as_long_as_a_text(tmp_path):
+    rows = [{"query": f"a question about {n}", "text": f"the answer is {n} and {n % 7} more"} for n in range(60)]
+    content = {"kind": "pairs", "premise": "query", "hypothesis": "text", "label": None}
+    pairs, _ = prepare_rows(tmp_path / "pairs", content, rows)
     plan = RunPlan.of(of_pairs(pairs, tmp_path, validation={"every_steps": 1}))
     parts = build_parts(plan, Communicator(), torch.device("cpu"))
     ((_, validator),) = build_validator(plan, parts, torch.device("cpu")).parts
     assert validator.collator.vocabulary.query_prompt
     assert validator.collator.vocabulary == parts.collators[""].vocabulary
-
-
-def test_a_prompt_as_long_as_a_text_is_refused(pairs, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(pairs / "tokenizer")
     num_specials = vocabulary_of(tokenizer, "text: ", "asked: ").num_specials
     assert problems(of_pairs(pairs, tmp_path, num_specials + 1)) == []
@@ -139,33 +124,28 @@ def test_a_prompt_as_long_as_a_text_is_refused(pairs, tmp_path):
 
 
 def exported(data, tmp_path, pretrained, prompt, **settings):
+    """The folder of an export, and the prompts and the name of the default one that it declares."""
     encoder = {"pretrained": str(pretrained), "prompt": prompt, **settings}
-    config = given(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 4]})
+    config = config_of(data, tmp_path, encoder, spans={"query_share": 0.5, "query_tokens": [2, 4]})
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     write_encoder(build_encoder(config, tokenizer), tokenizer, tmp_path / "export")
-    return tmp_path / "export"
+    declared = json.loads((tmp_path / "export" / "config_sentence_transformers.json").read_text())
+    return tmp_path / "export", declared["prompts"], declared.get("default_prompt_name")
 
 
-@pytest.mark.parametrize(("prompt", "default"), [("passage: ", None), ("", None), ("another: ", "another: ")])
-def test_an_export_declares_the_prompts_of_its_start_and_of_its_training(data, tmp_path, pretrained, prompt, default):
-    folder = exported(data, tmp_path, pretrained, prompt)
-    declared = json.loads((folder / "config_sentence_transformers.json").read_text())
-    assert declared["prompts"].get(declared.get("default_prompt_name")) == default
-    assert {key: text for key, text in declared["prompts"].items() if key != "default"} == PROMPTS
-
-
-def test_an_export_declares_both_prompts_of_its_training(data, tmp_path, pretrained):
-    folder = exported(data, tmp_path, pretrained, "text: ", query_prompt="asked: ")
-    declared = json.loads((folder / "config_sentence_transformers.json").read_text())
-    assert declared["prompts"] == {**PROMPTS, "query": "asked: ", "document": "text: "}
+def test_an_export_declares_the_prompts_of_its_start_and_of_its_training(data, tmp_path, pretrained):
+    for prompt, default in (("passage: ", None), ("", None), ("another: ", "another: ")):
+        _, prompts, name = exported(data, tmp_path / f"prompt {prompt}", pretrained, prompt)
+        assert (prompts.pop(name, None), prompts) == (default, PROMPTS)
+    folder, prompts, _ = exported(data, tmp_path, pretrained, "text: ", query_prompt="asked: ")
+    assert prompts == {**PROMPTS, "query": "asked: ", "document": "text: "}
     encoder = load_transformer(folder)
     assert [encoder.in_role(role).prompt for role in ("query", "document")] == ["asked: ", "text: "]
-    same = exported(data, tmp_path / "same", pretrained, "passage: ", query_prompt="query: ")
-    assert json.loads((same / "config_sentence_transformers.json").read_text())["prompts"] == PROMPTS
+    assert exported(data, tmp_path / "same", pretrained, "passage: ", query_prompt="query: ")[1] == PROMPTS
 
 
 def test_passages_begin_as_a_text_with_its_prompt_does(data, tmp_path, pretrained):
-    encoder = load_transformer(exported(data, tmp_path, pretrained, "passage: "))
+    encoder = load_transformer(exported(data, tmp_path, pretrained, "passage: ")[0])
     prompt = vocabulary_of(encoder.tokenizer, document_prompt(encoder)).prompt
     body = " ".join(f"word{number % 30}" for number in range(200))
     plain, prompted = (make_passages([body], encoder.tokenizer, put) for put in ("", document_prompt(encoder)))

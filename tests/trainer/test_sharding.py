@@ -1,6 +1,5 @@
 """Sharded parameters: loss, gradient, update, scores and checkpoints are those of one process that holds everything."""
 
-import functools
 import math
 
 import pytest
@@ -25,12 +24,11 @@ from declutr.trainer.step.step import NonFiniteLossError
 
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 LENGTHS = [48, 70, 49, 131, 60]
-OBJECTIVES = {name: tiny.OBJECTIVES[name] for name in ("both", "mlm", "contrastive", "queue")}
-OBJECTIVES["nothing selected"] = {"masking": {"mlm_probability": 0.0}}
+UNSELECTED = {"masking": {"mlm_probability": 0.0}}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
 CASES = {
-    **{f"{name}, 60": {"objective": given, "tokens": 60} for name, given in OBJECTIVES.items()},
-    **{f"{name}, None": {"objective": OBJECTIVES[name]} for name in ("both", "mlm", "nothing selected")},
+    "queue": {"objective": tiny.OBJECTIVES["queue"], "tokens": 60},
+    **{f"nothing selected, {tokens}": {"objective": UNSELECTED, "tokens": tokens} for tokens in (None, 60)},
     "one span at a time": {"tokens": 1},
     "the first rank has one microbatch, the others two": {"tokens": 130},
     "more ranks than documents": {"lengths": LENGTHS[:2]},
@@ -39,30 +37,25 @@ CASES = {
     "clipped": {"tokens": 60, "optim": {"bias_correction": True, "max_grad_norm": 1e-3}},
     "checkpointed": {"tokens": 60, "encoder": {**DROPOUT, "activation_checkpointing": True}},
     "checkpointed, at once": {"encoder": {**DROPOUT, "activation_checkpointing": True}},
-    "a frozen head": {"tokens": 60, "objective": OBJECTIVES["contrastive"], "frozen": "model.lm_head"},
-    "a frozen projection": {"tokens": 60, "objective": OBJECTIVES["mlm"], "frozen": "projection"},
+    "a frozen head": {"tokens": 60, "objective": tiny.OBJECTIVES["contrastive"], "frozen": "model.lm_head"},
+    "a frozen projection": {"tokens": 60, "objective": tiny.OBJECTIVES["mlm"], "frozen": "projection"},
     "frozen layers": {"tokens": 60, "encoder": {**DROPOUT, "num_trainable_layers": 1}},
     "padded": {"tokens": 60, "encoder": {**DROPOUT, "attention_dropout": 0.0, "layout": "padded"}},
-    "bert": {"tokens": 60, "family": "bert"},
-    "modernbert": {"tokens": 60, "family": "modernbert", "encoder": {"dropout": 0.2}},
 }
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, family="roberta", optim=None, **given):
+def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, optim=None, frozen="no name", **given):
     """A train step, sharded where there are several ranks, and this rank's share of a batch."""
-    config = DeclutrConfig(**(objective or OBJECTIVES["both"]))
+    config = DeclutrConfig(**(objective or tiny.OBJECTIVES["both"]))
     optim = OptimConfig(**{"lr": 1e-2, "bias_correction": False, **(optim or {})})
-    model = tiny_encoder(family, given.pop("dtype", torch.float64), **encoder)
-    frozen = given.pop("frozen", None)
+    model = tiny_encoder(dtype=given.pop("dtype", torch.float64), **encoder)
+    untrained = {id(p) for p in frozen_parameters(model.model, model.config.num_trainable_layers)}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(frozen is None or not name.startswith(frozen))
-    for parameter in frozen_parameters(model.model, model.config.num_trainable_layers):
-        parameter.requires_grad_(False)
-    made = {"comm": comm, "microbatch_tokens": tokens, "optim": optim, "sharded": comm.size > 1, **given}
-    train_step = tiny_train_step(model, config, **made)
+        parameter.requires_grad_(id(parameter) not in untrained and not name.startswith(frozen))
+    settings = {"comm": comm, "microbatch_tokens": tokens, "optim": optim, "sharded": comm.size > 1, **given}
     start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
-    return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
+    batch = rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
+    return tiny_train_step(model, config, **settings), batch
 
 
 def weights(train_step):
@@ -74,55 +67,41 @@ def moments(train_step):
     return [full_tensor(value).clone() for state in states for key, value in state.items() if key != "step"]
 
 
-def one_step(comm, dtype, cases):
-    """Loss and gradient of a batch; after a step metrics, weights and moments."""
-    results = []
-    for case in cases:
-        train_step, batch = setup(comm, dtype=dtype, **case)
+def one_step(comm):
+    results = {}
+    for name, case in CASES.items():
+        train_step, batch = setup(comm, **case)
         [found] = train_step.gradients({"": batch}, 1)
         parameters = [p for p in train_step.encoder.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) == (comm.size > 1) for p in train_step.encoder.parameters())
         train_step.comm.all_reduce_gradients(parameters)
         gradients = [full_tensor(p.grad).clone() for p in parameters]
         losses = [found.terms.get("contrastive", torch.zeros(())).item(), comm.all_reduce_sum(found.mlm_sum).item()]
-        metrics = train_step.step({"": batch}, 1)
-        queue = train_step.tasks[0].objective.queue
-        results.append((losses, gradients, metrics, weights(train_step), moments(train_step), queue))
+        metrics, queue = train_step.step({"": batch}, 1), train_step.tasks[0].objective.queue
+        counts = [metrics.loss, metrics.grad_norm, metrics.num_tokens, metrics.num_selected, metrics.flops]
+        queues = [torch.zeros(1) if queue is None else queue]
+        results[name] = losses, gradients, list(weights(train_step).values()), moments(train_step), queues, counts
     return results
 
 
-@functools.cache
-def one_step_alone(dtype):
-    """Cases by name, and what one process comes to."""
-    # in float32 moments of entries that are zero but for rounding are noise: fewer cases, the gradient only
-    cases = CASES if dtype == torch.float64 else {name: CASES[name] for name in ("both, None", "both, 60", "mlm, 60")}
-    return cases, one_step(Communicator(), dtype, list(cases.values()))
+@pytest.fixture(scope="module")
+def alone():
+    return one_step(Communicator())
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_any_number_of_ranks_takes_the_same_step(size, dtype):
-    cases, single = one_step_alone(dtype)
-    ranks = run_group(size, one_step, dtype, list(cases.values()))
-    within = ROUNDING[dtype]
-    for number, name in enumerate(cases):
-        losses, gradients, metrics, parameters, states, queue = single[number]
-        assert max(g.abs().max() for g in gradients) > 0 or name.startswith("nothing")
-        for results in ranks:
-            its_losses, its_gradients, its_metrics, its_parameters, its_states, its_queue = results[number]
-            assert deviation(its_losses, losses) < within, name
-            assert deviation(its_gradients, gradients) < within, name
-            if dtype == torch.float64:
-                assert deviation(its_parameters.values(), parameters.values()) < within, name
-                assert deviation(its_states, states) < within, name
-                assert its_metrics.loss == pytest.approx(metrics.loss, rel=within), name
-                assert its_metrics.grad_norm == pytest.approx(metrics.grad_norm, rel=within), name
-                for count in ("num_tokens", "num_selected", "flops"):
-                    assert getattr(its_metrics, count) == pytest.approx(getattr(metrics, count), rel=1e-12), name
-                assert (queue is None) == (its_queue is None)
-                assert queue is None or deviation([its_queue], [queue]) < within
-        for results in ranks[1:]:
-            assert all(torch.equal(a, results[number][3][key]) for key, a in ranks[0][number][3].items()), name
+def test_any_number_of_ranks_takes_the_same_step(size, alone):
+    """test_gradients.py has the objectives, test_families.py the families."""
+    first, *others = run_group(size, one_step)
+    for name, (*expected, counts) in alone.items():
+        assert max(g.abs().max() for g in expected[1]) > 0 or name.startswith("nothing")
+        *found, its_counts = first[name]
+        assert all(deviation(tensors, other) < 1e-10 for tensors, other in zip(found, expected, strict=True)), name
+        assert its_counts[:2] == pytest.approx(counts[:2], rel=1e-10), name
+        assert its_counts[2:] == pytest.approx(counts[2:], rel=1e-12), name
+        for other in others:  # and the same bits on each
+            assert other[name][5] == its_counts, name
+            assert all(torch.equal(*pair) for pair in zip(found[2], other[name][2], strict=True)), name
 
 
 def held(comm):
@@ -140,36 +119,28 @@ def held(comm):
 def test_a_rank_keeps_its_part_alone():
     single = held(Communicator())
     for kept in run_group(2, held):
-        for part, everything in zip(kept, single, strict=True):
-            assert part < 0.52 * everything
+        assert all(part < 0.52 * everything for part, everything in zip(kept, single, strict=True))
 
 
-def autocast(comm):
+def autocast_and_compiled(comm):
+    """Gradients of products in bfloat16; losses and weights of two steps of a compiled encoder, if it is sharded."""
     train_step, batch = setup(comm, tokens=60, dtype=torch.float32, autocast=torch.bfloat16)
     train_step.gradients({"": batch}, 1)
     train_step.comm.all_reduce_gradients(list(train_step.encoder.parameters()))
-    return [full_tensor(p.grad).clone() for p in train_step.encoder.parameters()]
-
-
-def test_autocast_is_that_of_one_process_within_its_precision():
-    expected = autocast(Communicator())
-    for found in run_group(2, autocast):
-        flat, other = (torch.cat([g.flatten() for g in gradients]) for gradients in (found, expected))
-        assert found[0].dtype == torch.float32
-        assert torch.cosine_similarity(flat, other, dim=0) > 0.99
-
-
-def compiled(comm):
+    gradients = torch.cat([full_tensor(p.grad).flatten() for p in train_step.encoder.parameters()])
     train_step, batch = setup(comm, encoder={"dropout": 0.2, "compile": comm.size > 1})
-    return [train_step.step({"": batch}, number).loss for number in (1, 2)], weights(train_step)
+    losses = [train_step.step({"": batch}, number).loss for number in (1, 2)]
+    return gradients, losses, list(weights(train_step).values())
 
 
 @pytest.mark.slow
-def test_a_compiled_encoder_can_be_sharded():
-    losses, parameters = compiled(Communicator())
-    for its_losses, its_parameters in run_group(2, compiled):
+def test_autocast_is_that_of_one_process_within_its_precision_and_a_compiled_encoder_can_be_sharded():
+    expected, losses, parameters = autocast_and_compiled(Communicator())
+    for gradients, its_losses, its_parameters in run_group(2, autocast_and_compiled):
+        assert gradients.dtype == torch.float32
+        assert torch.cosine_similarity(gradients, expected, dim=0) > 0.99
         assert deviation(its_losses, losses) < 1e-10
-        assert deviation(its_parameters.values(), parameters.values()) < 1e-10
+        assert deviation(its_parameters, parameters) < 1e-10
 
 
 def not_finite(comm):
@@ -179,16 +150,14 @@ def not_finite(comm):
         train_step, batch = setup(comm, tokens=tokens)
         train_step.step({"": batch}, 1)
         before = weights(train_step)
-        norm = train_step.encoder.model.base_model.embeddings.LayerNorm.bias
         if comm.rank == 0:
             with torch.no_grad():
-                norm.to_local()[0] = math.nan
+                train_step.encoder.model.base_model.embeddings.LayerNorm.bias.to_local()[0] = math.nan
         poisoned = moments(train_step)
         with pytest.raises(NonFiniteLossError) as stopped:
             train_step.step({"": batch}, 2)
-        after = weights(train_step)
-        changed = [name for name in before if not torch.equal(before[name], after[name])]
-        same_moments = all(torch.equal(a, b) for a, b in zip(poisoned, moments(train_step), strict=True))
+        changed = [name for name, value in weights(train_step).items() if not torch.equal(value, before[name])]
+        same_moments = all(torch.equal(*pair) for pair in zip(poisoned, moments(train_step), strict=True))
         messages.append((str(stopped.value), changed, same_moments))
     return messages
 
@@ -203,7 +172,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank():
 
 def steps(comm, folder, first, last, start=None, sharded=True, **given):
     """Takes the steps first..last, from a checkpoint where there is one, and writes a checkpoint after the last."""
-    train_step, batch = setup(comm, OBJECTIVES["queue"], tokens=60, sharded=sharded and comm.size > 1, **given)
+    train_step, batch = setup(comm, tiny.OBJECTIVES["queue"], tokens=60, sharded=sharded and comm.size > 1, **given)
     if start is not None:
         load(start, [train_step])
     for number in range(first, last + 1):
@@ -220,11 +189,10 @@ def whole_and_cut(comm, folder, from_single, given):
     """Four steps at once, and four steps with a change of everything in the middle, by several ranks."""
     steps(comm, folder / "whole", 1, 4, **given)
     half = steps(comm, folder / "half", 1, 2, **given)
-    steps(comm, folder / "again", 3, 4, half, **given)
-    steps(comm, folder / "then unsharded", 3, 4, half, sharded=False, **given)
     unsharded = steps(comm, folder / "unsharded half", 1, 2, sharded=False, **given)
-    steps(comm, folder / "then sharded", 3, 4, unsharded, **given)
-    steps(comm, folder / "from one process", 3, 4, from_single, **given)
+    steps(comm, folder / "then unsharded", 3, 4, half, sharded=False, **given)
+    for name, start in (("again", half), ("then sharded", unsharded), ("from one process", from_single)):
+        steps(comm, folder / name, 3, 4, start, **given)
 
 
 def tensors(path):

@@ -13,18 +13,19 @@ from prepared import Row, write_prepared
 from scipy import stats
 from tinyruns import span_validator
 
-from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
+from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_tokens
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import Draws, draw, pair_lengths, place
 from declutr.trainer.objectives.declutr.validator import DISTANT, place_distant
 
+STRATEGIES = ("all", "adjacent", "subsuming", "distant")
 MODES = ("fewer_anchors", "shrink_spans")
 GEOMETRY = Geometry(num_anchors=2, max_tokens=12)
 
 
 @st.composite
-def span_configs(draw_, strategies=("all", "adjacent", "subsuming", "distant"), least=1):
+def span_configs(draw_, strategies=STRATEGIES, least=1):
     longest, strategy = draw_(st.integers(least, 40)), draw_(st.sampled_from(strategies))
     shortest = draw_(st.integers(1, longest))
     queries = {"query_share": draw_(st.sampled_from([0.3, 1.0]))} if draw_(st.booleans()) else {}
@@ -42,7 +43,7 @@ def span_configs(draw_, strategies=("all", "adjacent", "subsuming", "distant"), 
 
 
 def check_queries(spans, num_tokens, longest, anchors, positives):
-    """Every bound of the anchors of a document that are as short as a query, and of what lies beside them."""
+    """Checks the anchors of a document that are as short as a query, and the spans next to them."""
     (start, end), (first, last) = anchors.T, positives.transpose(2, 0, 1)
     assert ((end - start >= spans.query_tokens[0]) & (end - start <= spans.query_tokens[1])).all()
     assert (start // longest == (end - 1) // longest).all()  # inside one window
@@ -56,13 +57,10 @@ def check_queries(spans, num_tokens, longest, anchors, positives):
 def check_document(spans, num_tokens, longest, anchors, positives):
     """Every bound of one document's spans, `(a, 2)` and `(a, P, 2)`, for spans of at most `longest` tokens."""
     top = max(spans.min_tokens, longest - 1)  # the longest itself has probability 0, unless it is the shortest
-    start, end = anchors.T
+    (start, end), (first, last) = anchors.T[..., None], positives.transpose(2, 0, 1)
     assert ((end - start >= spans.min_tokens) & (end - start <= top)).all()
-    window = start // longest
-    assert (end <= (window + 1) * longest).all()  # inside one window
+    assert (end <= (start // longest + 1) * longest).all()  # inside one window
     assert (end <= num_tokens // longest * longest).all()  # never in the tail
-    first, last = positives[..., 0], positives[..., 1]
-    start, end = start[:, None], end[:, None]
     assert ((first >= 0) & (last <= num_tokens)).all()
     size, most = last - first, np.maximum(spans.min_tokens, end - start - 1) if spans.strategy == "subsuming" else top
     assert ((size >= spans.min_tokens) & (size <= most)).all()
@@ -97,19 +95,6 @@ def check_row(config, length, longest, spans, row):
     assert not (queries & ~present).any()
 
 
-def check(config, lengths, spans):
-    for row, length in enumerate(lengths.tolist()):
-        check_row(config, length, config.max_tokens, spans, row)
-
-
-@given(span_configs(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_spans_keep_every_bound(config, extra, seed):
-    lengths = config.min_document_tokens + np.array(extra)
-    keys = np.arange(len(lengths), dtype=np.uint64)
-    draws = draw(config, seed, np.zeros(len(lengths), np.int64), keys)
-    check(config, lengths, place(config, draws, lengths, *windows_of(lengths, config)))
-
-
 @given(span_configs(), st.integers(0, 200), st.data())
 def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     """Draws at both ends of [0, 1), in any mixture: what random draws hardly ever give."""
@@ -122,37 +107,34 @@ def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
         for size in [int(np.prod(shape))]
     ]
     lengths = np.array([config.min_document_tokens + extra])
-    check(config, lengths, place(config, Draws(*drawn), lengths, *windows_of(lengths, config)))
+    spans = place(config, Draws(*drawn), lengths, *windows_of(lengths, config))
+    check_row(config, lengths[0], config.max_tokens, spans, 0)
 
 
 def test_draws_change_with_each_of_seed_epoch_document():
     config = SpanConfig(num_anchors=1, num_positives=1)
-    rows = [
-        draw(config, seed, np.array([epoch]), np.array([key], np.uint64)).anchor_lengths.item()
-        for seed, epoch, key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2**40)]
-    ]
-    assert len(set(rows)) == len(rows)
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2**40)]
+    draws = [draw(config, seed, np.array([epoch]), np.array([key], np.uint64)) for seed, epoch, key in places]
+    assert len({drawn.anchor_lengths.item() for drawn in draws}) == 5
 
 
 def test_place_distant_strategy_equals_a_plain_writing():
     """Every allowed place of a positive is listed, and the draw picks one of the list."""
-    config = SpanConfig(
-        num_anchors=2, num_positives=2, min_tokens=2, max_tokens=9, strategy="distant", min_distance_tokens=30
-    )
+    values = {"min_tokens": 2, "max_tokens": 9, "strategy": "distant", "min_distance_tokens": 30}
+    config = SpanConfig(num_anchors=2, num_positives=2, **values)
     lengths, keys = np.arange(36, 96), np.arange(60, dtype=np.uint64)
     draws = draw(config, 3, np.zeros(60, np.int64), keys)
     spans = place(config, draws, lengths, *windows_of(lengths, config))
     short = 0
-    for document, anchor, number in np.ndindex(60, 2, 2):
-        start, end = spans.anchors[document, anchor]
-        size = int(draws.positive_lengths[document, anchor, number] * (9 - 2) + 2)
-        total = lengths[document]
-        distances = {at: max(start - at - size, at - end) for at in range(total - size + 1)}
-        wanted = min(30, max(distances.values()))
-        short += wanted < 30
-        allowed = [at for at, distance in distances.items() if distance >= wanted]
-        first = allowed[int(draws.positive_starts[document, anchor, number] * len(allowed))]
-        assert spans.positives[document, anchor, number].tolist() == [first, first + size]
+    for index in np.ndindex(60, 2, 2):
+        start, end = spans.anchors[index[:2]]
+        size = int(draws.positive_lengths[index] * (9 - 2) + 2)
+        distances = {at: max(start - at - size, at - end) for at in range(lengths[index[0]] - size + 1)}
+        apart = min(30, max(distances.values()))
+        short += apart < 30
+        allowed = [at for at, distance in distances.items() if distance >= apart]
+        first = allowed[int(draws.positive_starts[index] * len(allowed))]
+        assert spans.positives[index].tolist() == [first, first + size]
     assert 0 < short < 240
 
 
@@ -161,17 +143,10 @@ def test_windows_may_be_longer_than_spans(config, longer, extra, seed):
     """Shards that were prepared for longer spans: anchors lie anywhere in their windows, and apart."""
     window = config.max_tokens + longer
     lengths = 2 * config.num_anchors * window + np.array(extra)
-    starts = [window_starts(length, window).astype(np.int64) for length in lengths]
-    draws = draw(config, seed, np.zeros(len(lengths), np.int64), np.arange(len(lengths), dtype=np.uint64))
-    spans = place(config, draws, lengths, np.concatenate(starts), np.cumsum([0, *map(len, starts)]))
-    start, end = spans.anchors[..., 0], spans.anchors[..., 1]
-    assert (end - start >= np.where(spans.queries, config.query_tokens[0], config.min_tokens)).all()
-    assert (np.maximum(end - start, np.diff(spans.positives, axis=-1)[..., 0].max(-1)) <= config.max_tokens).all()
-    assert (end <= (start // window + 1) * window).all()
-    chosen = start // window
-    apart = np.abs(chosen[:, :, None] - chosen[:, None, :])
-    assert (apart[:, ~np.eye(config.num_anchors, dtype=bool)] >= 2).all()
-    assert ((spans.positives[..., 0] >= 0) & (spans.positives[..., 1] <= lengths[:, None, None])).all()
+    spans = sampled(config, config.model_copy(update={"max_tokens": window}), "drop", lengths, seed)
+    for row, length in enumerate(lengths.tolist()):
+        check_row(config, length, window, spans, row)
+    assert max(np.diff(spans.anchors).max(), np.diff(spans.positives).max()) <= config.max_tokens
 
 
 def test_queries_have_their_share_and_leave_the_other_spans_as_they_are():
@@ -186,33 +161,21 @@ def test_queries_have_their_share_and_leave_the_other_spans_as_they_are():
     assert (sizes.min(), sizes.max()) == (4, 16)
 
 
-def test_lengths_of_queries_without_queries_are_refused_and_a_whole_section_is_not():
-    assert SpanConfig.model_validate(SpanConfig().model_dump(mode="json")) == SpanConfig()
-    for wrong in ({"query_tokens": [2, 8]}, {"query_share": 0.5, "query_tokens": [8, 2]}):
-        with pytest.raises(ValueError, match="query_tokens"):
-            SpanConfig.model_validate(wrong)
-
-
 def test_short_spans_come_from_the_whole_window():
     config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=16)
-    keys = np.arange(2000, dtype=np.uint64)
-    lengths = np.full(2000, 128)
-    starts = np.tile(np.array([0, 64]), 2000)
-    draws = draw(config, 0, np.zeros(2000, np.int64), keys)
-    spans = place(config, draws, lengths, starts, np.arange(2001) * 2)
+    spans = sampled(config, config.model_copy(update={"max_tokens": 64}), "drop", np.full(2000, 128), 0)
     first = spans.anchors[:, 0, 0] % 64
     assert (np.histogram(first, bins=[0, 16, 32, 48])[0] > 400).all()  # a quarter each, but for the window's end
 
 
-@pytest.mark.parametrize(("side", "first"), [(0.2, 0), (0.7, 8)])
-def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
+def test_an_adjacent_positive_may_touch_either_end_of_the_document():
     """The anchor is 4 to 8 of 12 tokens, and both neighbours of 4 tokens just fit."""
     config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=4, max_tokens=4, strategy="adjacent")
     half = np.full((1, 1), 0.5)
-    draws = Draws(half, half, half, half[..., None], np.full((1, 1, 1), side))
-    spans = place(config, draws, np.array([12]), *windows_of([12], config))
-    assert spans.anchors.tolist() == [[[4, 8]]]
-    assert spans.positives.tolist() == [[[[first, first + 4]]]]
+    for side, first in ((0.2, 0), (0.7, 8)):
+        draws = Draws(half, half, half, half[..., None], np.full((1, 1, 1), side))
+        spans = place(config, draws, np.array([12]), *windows_of([12], config))
+        assert (spans.anchors.tolist(), spans.positives.tolist()) == ([[[4, 8]]], [[[[first, first + 4]]]])
 
 
 @pytest.mark.parametrize(("anchor", "positive"), [((4, 2), (2, 4)), ((1, 1), (1, 1)), ((2, 5), (8, 2))])
@@ -227,27 +190,26 @@ def test_lengths_have_the_beta_law_of_the_settings(anchor, positive):
 
 
 @st.composite
-def settings(draw_):
-    spans = draw_(span_configs(("all", "adjacent", "subsuming"), least=2))
+def settings(draw_, mode=None):
+    spans = draw_(span_configs(STRATEGIES if mode == "drop" else STRATEGIES[:3], least=2))
     more = draw_(st.integers(0, 2))  # the shards may have room for more anchors than are trained on
     least = draw_(st.integers(spans.min_tokens, spans.max_tokens))
     return spans, Geometry(num_anchors=spans.num_anchors + more, max_tokens=spans.max_tokens, min_tokens=least)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@given(setting=settings(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
-def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
-    spans, geometry = setting
+@pytest.mark.parametrize("mode", ["drop", *MODES])
+@given(data=st.data(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
+def test_spans_keep_every_bound(mode, data, extra, seed):
+    spans, geometry = data.draw(settings(mode))
     lengths = shortest_document(geometry, mode) + np.array([0, 1, *extra])
     found = sampled(spans, geometry, mode, lengths, seed)
     counts = found.present.sum(axis=1)
-    room = lengths // (2 * spans.max_tokens)
-    wanted = spans.num_anchors
-    assert counts.tolist() == [min(wanted, fit) if mode == "fewer_anchors" else wanted for fit in room]
+    number, room = spans.num_anchors, lengths // (2 * spans.max_tokens)
+    assert counts.tolist() == [min(number, fit) if mode == "fewer_anchors" else number for fit in room]
     for row, (count, length) in enumerate(zip(counts, lengths.tolist(), strict=True)):
-        assert found.present[row].tolist() == [True] * count + [False] * (wanted - count)
-        assert (found.anchors[row, count:] == 0).all()
-        assert (found.positives[row, count:] == 0).all()
+        assert found.present[row].tolist() == [True] * count + [False] * (number - count)
+        assert not found.anchors[row, count:].any()
+        assert not found.positives[row, count:].any()
         longest = spans.max_tokens
         if mode == "shrink_spans":
             longest = min(longest, length // (2 * geometry.num_anchors))
@@ -257,33 +219,22 @@ def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@given(setting=settings(), extra=st.integers(0, 300), seed=st.integers(0, 2**32))
-def test_a_short_document_has_the_spans_that_its_own_geometry_gives(mode, setting, extra, seed):
+@given(setting=settings(), extra=st.lists(st.integers(0, 600), min_size=1, max_size=4), seed=st.integers(0, 2**32))
+def test_each_document_has_the_spans_that_its_own_geometry_gives_in_any_batch(mode, setting, extra, seed):
     """Fewer anchors: as if that many were asked for. Shorter spans: as if they were the longest asked for."""
     spans, geometry = setting
-    lengths = np.array([shortest_document(geometry, mode) + extra])
+    lengths, keys = (
+        shortest_document(geometry, mode) + np.array([0, *extra]),
+        np.arange(1 + len(extra), dtype=np.uint64),
+    )
     found = sampled(spans, geometry, mode, lengths, seed)
-    count, longest = int(found.present.sum()), window_tokens(int(lengths[0]), geometry, mode)
-    own = spans.model_copy(update={"num_anchors": count, "max_tokens": longest})
-    draws = draw(own, seed, np.zeros(1, np.int64), np.zeros(1, np.uint64))
-    starts = window_starts(int(lengths[0]), longest).astype(np.int64)
-    expected = place(own, draws, lengths, starts, np.array([0, len(starts)]))
-    assert np.array_equal(found.anchors[:, :count], expected.anchors)
-    assert np.array_equal(found.positives[:, :count], expected.positives)
-
-
-@given(settings(), st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_long_documents_have_the_same_spans_in_every_mode_and_any_batch(setting, extra, seed):
-    spans, geometry = setting
-    long = shortest_document(geometry) + np.array(extra)
-    keys = np.arange(len(long), dtype=np.uint64)
-    expected = sampled(spans, geometry, "drop", long, seed, keys)
-    assert expected.present.all()
-    for mode in MODES:
-        short = np.array([shortest_document(geometry, mode)])  # ahead of the others
-        among = sampled(spans, geometry, mode, np.append(short, long), seed, np.append(np.uint64(99), keys))
-        assert np.array_equal(among.anchors[1:], expected.anchors)
-        assert np.array_equal(among.positives[1:], expected.positives)
+    for row in (slice(number, number + 1) for number in range(len(lengths))):
+        count, longest = int(found.present[row].sum()), window_tokens(int(lengths[row][0]), geometry, mode)
+        assert lengths[row] < shortest_document(geometry) or (count, longest) == (spans.num_anchors, spans.max_tokens)
+        own = spans.model_copy(update={"num_anchors": count, "max_tokens": longest})
+        expected = sampled(own, own, "drop", lengths[row], seed, keys[row])
+        assert np.array_equal(found.anchors[row, :count], expected.anchors)
+        assert np.array_equal(found.positives[row, :count], expected.positives)
 
 
 @pytest.mark.parametrize(
@@ -319,22 +270,20 @@ ADJACENT = SpanConfig(num_anchors=1, num_positives=1, min_tokens=8, max_tokens=6
 @st.composite
 def corpora(draw_):
     """A geometry and documents: short ones, whose longest span is shorter, among long ones."""
-    most = draw_(st.integers(1, 40))
-    least = draw_(st.integers(1, most))
-    longest = np.array(draw_(st.lists(st.integers(least, most), min_size=1, max_size=6)))
+    top = draw_(st.integers(1, 40))
+    bottom = draw_(st.integers(1, top))
+    longest = np.array(draw_(st.lists(st.integers(bottom, top), min_size=1, max_size=6)))
     lengths = 2 * longest + np.array([draw_(st.integers(0, 200)) for _ in longest])
-    config = SpanConfig(num_anchors=1, num_positives=1, min_tokens=least, max_tokens=most, strategy="adjacent")
-    return config, lengths, longest
+    return ADJACENT.model_copy(update={"min_tokens": bottom, "max_tokens": top}), lengths, longest
 
 
 @given(corpora(), st.integers(0, 2**32))
 def test_distant_spans_keep_every_bound(corpus, seed):
     config, lengths, longest = corpus
     anchors, positives, reached = pairs(config, lengths, longest, seed)
-    for spans in (anchors, positives):
-        size = spans[:, 1] - spans[:, 0]
-        assert ((size >= config.min_tokens) & (size <= np.maximum(config.min_tokens, longest - 1))).all()
-        assert ((spans[:, 0] >= 0) & (spans[:, 1] <= lengths)).all()
+    for start, end in (anchors.T, positives.T):
+        assert ((end - start >= config.min_tokens) & (end - start <= np.maximum(config.min_tokens, longest - 1))).all()
+        assert ((start >= 0) & (end <= lengths)).all()
     between = np.maximum(anchors[:, 0], positives[:, 0]) - np.minimum(anchors[:, 1], positives[:, 1])
     assert (between >= 0).all()
     assert (reached == (between >= config.max_tokens)).all()
@@ -345,14 +294,13 @@ def test_distant_spans_keep_every_bound(corpus, seed):
 
 
 def test_lengths_follow_the_laws_of_all_spans_and_places_are_spread():
-    lengths, longest = np.full(4000, 1000), np.full(4000, 64)
-    anchors, positives, reached = pairs(ADJACENT, lengths, longest)
+    anchors, positives, reached = pairs(ADJACENT, np.full(4000, 1000), np.full(4000, 64))
     assert reached.all()
-    for spans, mean in ((anchors, 4 / 6), (positives, 2 / 6)):
-        assert (spans[:, 1] - spans[:, 0]).mean() == pytest.approx(8 + mean * 56, abs=1)
+    sizes = np.diff(anchors)[:, 0], np.diff(positives)[:, 0]
+    assert [size.mean() for size in sizes] == pytest.approx([8 + 56 * 4 / 6, 8 + 56 * 2 / 6], abs=1)
     assert (anchors[:, 0] < positives[:, 0]).mean() == pytest.approx(0.5, abs=0.03)
     first, last = np.minimum(anchors, positives)[:, 0], np.maximum(anchors, positives)[:, 1]
-    left = 1000 - 64 - (anchors[:, 1] - anchors[:, 0]) - (positives[:, 1] - positives[:, 0])
+    left = 1000 - 64 - sum(sizes)
     assert (first / left).mean() == pytest.approx(1 / 3, abs=0.02)  # what is left: a third before, between, behind
     assert ((1000 - last) / left).mean() == pytest.approx(1 / 3, abs=0.02)
 
@@ -360,43 +308,31 @@ def test_lengths_follow_the_laws_of_all_spans_and_places_are_spread():
 def test_a_documents_spans_are_its_own_and_the_seeds():
     lengths, longest, keys = np.array([300, 900, 5000]), np.full(3, 64), np.array([5, 6, 7], np.uint64)
     together = pairs(ADJACENT, lengths, longest, 3, keys)
-    for number in range(3):
-        own = slice(number, number + 1)
+    for own in (slice(number, number + 1) for number in range(3)):
         alone = pairs(ADJACENT, lengths[own], longest[own], 3, keys[own])
-        assert all(np.array_equal(one, every[own]) for one, every in zip(alone, together, strict=True))
+        assert all(np.array_equal(part, every[own]) for part, every in zip(alone, together, strict=True))
     assert not np.array_equal(pairs(ADJACENT, lengths, longest, 4, keys)[0], together[0])
 
 
-def scored(folder, texts):
-    """Held-out scores of random weights, which tell little more than which tokens two spans share; and embeddings."""
-    write_prepared(folder, [[Row(texts[0]), *(Row(text, "held-out") for text in texts[1:])]])
-    config = runs.train_config(folder, "unused", spans={"num_anchors": 1}, validation={"every_steps": 1})
-    tokenizer, vocabulary = load_tokenizer(folder)
-    encoder = build_encoder(config, tokenizer)
-    validator = span_validator(config, encoder, vocabulary)
-    return validator, encoder, validator.embed(encoder)
-
-
 def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
+    """Random weights tell little more than which tokens two spans share."""
     rng = random.Random(0)
-    known = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(400)]
-
-    def passage(words):
-        return rng.choices(rng.sample(known, 3), k=words)
-
-    texts = {
-        "one topic each": [" ".join(passage(120)) for _ in range(40)],
-        "a topic a passage": [" ".join(word for _ in range(8) for word in passage(15)) for _ in range(40)],
-    }
-    scores = {}
-    for name, documents in texts.items():
-        validator, encoder, held_out = scored(tmp_path / name, ["train " * 60, *documents])
+    words, scores = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(400)], {}
+    for name, passages in (("one topic each", 1), ("a topic a passage", 8)):
+        topics = [[rng.sample(words, 3) for _ in range(passages)] for _ in range(40)]
+        documents = [" ".join(" ".join(rng.choices(topic, k=120 // passages)) for topic in part) for part in topics]
+        write_prepared(tmp_path / name, [[Row("train " * 60), *(Row(text, "held-out") for text in documents)]])
+        config = runs.train_config(tmp_path / name, "-", spans={"num_anchors": 1}, validation={"every_steps": 1})
+        tokenizer, vocabulary = load_tokenizer(tmp_path / name)
+        encoder = build_encoder(config, tokenizer)
+        validator = span_validator(config, encoder, vocabulary)
+        held_out = validator.embed(encoder)
         table = validator.held_out.shards.take(validator.rows)
         touching = encoder.eval().embed(validator.collator.collate(table, np.full(len(table), 2**32 - 1)).spans)
         assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the collator"
         scores[name] = validator.scores(encoder)
         assert held_out[-1].all()
-    one, many = scores.values()
-    assert min(one["recall_at_1"], one["distant_recall_at_1"], many["recall_at_1"]) > 0.3
+    single, many = scores.values()
+    assert min(single["recall_at_1"], single["distant_recall_at_1"], many["recall_at_1"]) > 0.3
     assert many["distant_recall_at_1"] < 0.1
     assert many["distant_mrr"] < many["mrr"] / 2

@@ -8,24 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from cases import CASES, LENGTHS, PROJECTION, SENTENCES, collator_of, train_steps_of
 from groups import run_group
 from measures import deviation
 from messages import all_of, says
-from tiny import (
-    HALF,
-    OBJECTIVES,
-    contrastive,
-    documents,
-    rank_batch,
-    run_out_of_memory,
-    tiny_collator,
-    tiny_encoder,
-    tiny_train_step,
-    with_task,
-)
-from tinyruns import state_of, train_config, word_shards
+from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tinyruns import least_config, state_of, train_config, word_shards
 from torch import nn
 from transformers import get_scheduler
 
@@ -34,7 +24,6 @@ from declutr.common.errors import CheckpointError, UsageError
 from declutr.trainer import verify
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load
-from declutr.trainer.config import TrainConfig
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
@@ -45,31 +34,20 @@ from declutr.trainer.step.optim import UncorrectedAdamW, learning_rate, paramete
 from declutr.trainer.step.step import NonFiniteLossError
 
 
-def setup(objective, dtype=torch.float64, encoder=None, start=0, end=None, **settings):
+def setup(objective, dtype=torch.float64, encoder=PROJECTION, **settings):
     config = DeclutrConfig(**objective)
-    train_step = tiny_train_step(tiny_encoder(dtype=dtype, **(encoder or PROJECTION)), config, **settings)
-    return train_step, rank_batch(tiny_collator(config), documents(LENGTHS, 12), start, end)
+    train_step = tiny_train_step(tiny_encoder(dtype=dtype, **encoder), config, **settings)
+    return train_step, rank_batch(tiny_collator(config), documents(LENGTHS, 12))
 
 
-def same_parameters(encoder, before):
-    pairs = zip(encoder.parameters(), before, strict=True)
-    return all(torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0)) for now, then in pairs)
-
-
-def gradients(train_step, batch, step=1):
-    """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
+def gradients(train_step, batch):
+    """Contrastive loss, sum of MLM, selected tokens, and all gradients."""
     train_step.optimizer.zero_grad()
-    [found] = train_step.gradients({"": batch}, step)
-    contrastive = found.terms.get("contrastive", torch.zeros(())).item()
+    [found] = train_step.gradients({"": batch}, 1)
     parameters = list(train_step.encoder.parameters())
     train_step.comm.all_reduce_gradients(parameters)
-    mlm_sum = train_step.comm.all_reduce_sum(found.mlm_sum).item()
-    return contrastive, mlm_sum, found.num_selected, [p.grad.clone() for p in parameters]
-
-
-def apart(found, expected):
-    assert found[2] == expected[2]
-    return max(deviation(found[:2], expected[:2]), deviation(found[3], expected[3]))
+    losses = found.terms["contrastive"].item(), found.mlm_sum.item()
+    return *losses, found.num_selected, [p.grad.clone() for p in parameters]
 
 
 def test_released_scaling_is_a_number_that_one_worker_repeats():
@@ -86,14 +64,15 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
     encoder = {"dropout": 0.3, **PROJECTION, "layout": "padded"}
     train_step, batch = setup({"masking": HALF}, encoder=encoder, microbatch_tokens=40)
     pieces = batch.spans.microbatches(40)
+    state, outputs = torch.random.get_rng_state(), []
     two_passes = gradients(train_step, batch)
-    outputs = []
+    assert torch.equal(torch.random.get_rng_state(), state), "a step leaves the global generator alone"
     for number, piece in enumerate(pieces):
         torch.manual_seed(seeding.torch_seed(0, "dropout", 1, 0, number))
         outputs.append(train_step.encoder(piece))
     embeddings, mlm_sum = torch.cat([e for e, _ in outputs]), sum(loss for _, loss in outputs)
     objective = train_step.tasks[0].objective
-    loss = contrastive(objective, objective.views(embeddings, batch))
+    loss = tiny.contrastive(objective, objective.views(embeddings, batch))
     train_step.optimizer.zero_grad()
     (loss + mlm_sum / two_passes[2]).backward()
     one_graph = [torch.zeros_like(p) if p.grad is None else p.grad for p in train_step.encoder.parameters()]
@@ -101,46 +80,45 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
     assert deviation(two_passes[3], one_graph) < 1e-10
 
 
-def test_a_step_leaves_the_global_generator_alone():
-    train_step, batch = setup({"masking": HALF}, encoder={"dropout": 0.3}, microbatch_tokens=40)
-    state = torch.random.get_rng_state()
-    train_step.step({"": batch}, 1)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 def test_step_without_selected_tokens_has_no_mlm_loss():
     train_step, batch = setup({"masking": {"mlm_probability": 0.0}})
     metrics = train_step.step({"": batch}, 1)
-    assert metrics.terms["mlm"] == 0.0
-    assert metrics.num_selected == 0
+    assert (metrics.terms["mlm"], metrics.num_selected) == (0.0, 0)
     assert metrics.loss == metrics.terms["contrastive"] > 0
     only_mlm, batch = setup({"terms": "mlm", "masking": {"mlm_probability": 0.0}})
     assert only_mlm.step({"": batch}, 1).loss == 0.0
 
 
+def of_scd(comm=None, rows=slice(None), tokens=None, name="scd"):
+    """SCD, whose projector and BatchNorm are behind the gather, and a batch of some of its 7 sentences."""
+    [train_step] = train_steps_of(CASES[name], comm, tokens)
+    table = SENTENCES.take(np.arange(7)[rows]).combine_chunks()
+    return train_step, collator_of(train_step.tasks[0]).collate(table, np.ones(len(table), np.int64))
+
+
 @pytest.mark.parametrize("tokens", [None, 40])
-@pytest.mark.parametrize("objective", [OBJECTIVES["queue"], OBJECTIVES["mlm"]], ids=["both", "mlm"])
-def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
-    train_step, batch = setup(objective, microbatch_tokens=tokens)
+@pytest.mark.parametrize("name", ["queue", "mlm", "scd"])
+def test_a_loss_that_is_not_finite_updates_nothing(name, tokens):
+    """Neither parameters nor moments, the queue or the statistics of layers."""
+    declutr = tiny.OBJECTIVES.get(name)
+    train_step, batch = setup(declutr, microbatch_tokens=tokens) if declutr else of_scd(tokens=tokens)
     train_step.step({"": batch}, 1)
     with torch.no_grad():
-        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    queue = copy.deepcopy(train_step.tasks[0].objective.queue)
-    before = [p.detach().clone() for p in train_step.encoder.parameters()]
-    moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
+        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("inf")
+    before = copy.deepcopy(collect([train_step]))
+    assert sorted(before) == ["encoder.safetensors", "objective.safetensors", "optimizer.safetensors"]
+    assert bool(before["objective.safetensors"]) == (name != "mlm")
     with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan", "nothing was updated", "optim.lr")):
         train_step.step({"": batch}, 2)
-    assert same_parameters(train_step.encoder, before)
-    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(train_step.optimizer.state.values(), moments, strict=True))
-    assert queue is None or torch.equal(train_step.tasks[0].objective.queue, queue)
+    after = collect([train_step])
+    assert all(torch.equal(after[file][key], value) for file, table in before.items() for key, value in table.items())
 
 
 def test_metrics_count_what_was_computed():
     for layout in ("packed", "padded"):
         train_step, batch = setup({"masking": HALF}, encoder={"layout": layout}, microbatch_tokens=150)
         metrics = train_step.step({"": batch}, 1)
-        assert metrics.num_tokens == batch.spans.num_tokens
-        assert metrics.num_selected == len(batch.spans.labels)
+        assert (metrics.num_tokens, metrics.num_selected) == (batch.spans.num_tokens, len(batch.spans.labels))
         places = sum(len(p.lengths) * int(p.lengths.max()) for p in batch.spans.microbatches(150))
         expected = 0.0 if layout == "packed" else 1 - batch.spans.num_tokens / places
         assert metrics.padding_share == pytest.approx(expected, abs=1e-12)
@@ -152,27 +130,26 @@ def test_autocast_changes_the_forward_alone(tokens):
     """bfloat16 products: gradients of float32 parameters within its precision of the float32 ones."""
     exact = gradients(*setup({"masking": HALF}, dtype=torch.float32))
     low = gradients(*setup({"masking": HALF}, dtype=torch.float32, autocast=torch.bfloat16, microbatch_tokens=tokens))
-    assert 1e-5 < apart(low, exact) < 0.2
-    flat, flat_low = (torch.cat([g.flatten() for g in found[3]]) for found in (exact, low))
+    assert low[2] == exact[2]
+    assert 1e-5 < max(deviation(low[:2], exact[:2]), deviation(low[3], exact[3])) < 0.2
+    flat, flat_low = (torch.cat([g.flatten() for g in results[3]]) for results in (exact, low))
     assert torch.cosine_similarity(flat, flat_low, dim=0) > 0.99
 
 
 def test_fused_update_without_bias_correction_equals_the_plain_one():
-    """The kernel's arithmetic and the equation's, which differ in rounding alone."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
     gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(4)]
-    found = []
-    for fused in (False, True):
-        held = [torch.nn.Parameter(w.clone()) for w in weights]
-        optimizer = UncorrectedAdamW(held, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, fused=fused)
+    plain, fused = ([torch.nn.Parameter(w.clone()) for w in weights] for _ in range(2))
+    for parameters in (plain, fused):
+        settings = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1}
+        optimizer = UncorrectedAdamW(parameters, **settings, fused=parameters is fused)
         for step in gradients:
-            for parameter, gradient in zip(held, step, strict=True):
+            for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-        found.append([parameter.detach() for parameter in held])
-    assert deviation(found[0], weights) > 0
-    assert deviation(*found) < 1e-6
+    assert deviation(plain, weights) > 0
+    assert deviation(plain, fused) < 1e-6
 
 
 NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
@@ -194,34 +171,22 @@ def test_rates_are_those_of_transformers(schedule, steps, warmup):
 
 
 def test_without_a_limit_gradients_are_not_scaled():
-    """The norm is reported, and the update is that of an unreachable limit."""
-    found = []
+    norms, weights = [], []
     for limit in (None, 1e9, 1e-3):
         train_step, batch = setup({"masking": HALF}, optim=OptimConfig(lr=1e-2, max_grad_norm=limit))
-        metrics = train_step.step({"": batch}, 1)
-        found.append((metrics.grad_norm, torch.cat([p.flatten() for p in train_step.encoder.parameters()])))
-    assert found[0][0] == found[1][0] == found[2][0] > 1e-3
-    assert torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(found[0][1], found[2][1])
+        norms.append(train_step.step({"": batch}, 1).grad_norm)
+        weights.append(torch.cat([p.flatten() for p in train_step.encoder.parameters()]))
+    assert norms[0] == norms[1] == norms[2] > 1e-3
+    assert [torch.equal(weights[0], other) for other in weights[1:]] == [True, False]
 
 
 def test_weights_of_normalisation_layers_of_any_kind_do_not_decay():
     norms = torch.nn.RMSNorm(3), torch.nn.LayerNorm(3), torch.nn.BatchNorm1d(3), torch.nn.GroupNorm(1, 3)
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), *norms)
     decay, no_decay = parameter_groups(module, 0.1)
-    assert [id(p) for p in decay["params"]] == [id(module[0].weight)]
-    assert len(no_decay["params"]) == 8
+    assert ([id(p) for p in decay["params"]], len(no_decay["params"])) == ([id(module[0].weight)], 8)
     module[0].weight.requires_grad_(False)
     assert parameter_groups(module, 0.1)[0]["params"] == []
-
-
-def of_scd(comm=None, rows=slice(None), tokens=None, name="scd"):
-    """SCD, whose projector and BatchNorm are behind the gather, and a batch of some of its 7 sentences."""
-    [train_step] = train_steps_of(CASES[name], comm, tokens)
-    chosen = np.arange(7)[rows]
-    return train_step, collator_of(train_step.tasks[0]).collate(
-        SENTENCES.take(chosen).combine_chunks(), np.ones(len(chosen), np.int64)
-    )
 
 
 def test_layers_of_another_shape_are_refused(tmp_path):
@@ -232,17 +197,6 @@ def test_layers_of_another_shape_are_refused(tmp_path):
         load(path, [train_step])
 
 
-def test_a_skipped_step_leaves_the_statistics_alone():
-    train_step, batch = of_scd()
-    train_step.step({"": batch}, 1)
-    before = {name: value.clone() for name, value in train_step.tasks[0].objective.state().items()}
-    with torch.no_grad():
-        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    with pytest.raises(NonFiniteLossError, match="nothing was updated"):
-        train_step.step({"": batch}, 2)
-    assert all(torch.equal(value, before[name]) for name, value in train_step.tasks[0].objective.state().items())
-
-
 WRONG_TERMS = [
     (lambda _: {}, "returned {}; it must return a dict of one term or more"),
     (lambda views: views.sum(), "it must return a dict"),
@@ -251,93 +205,70 @@ WRONG_TERMS = [
     (lambda _: {"repulsion": torch.tensor(1)}, r"a torch.int64 of shape \[\]"),
     (lambda views: {"repulsion": views.detach().sum()}, "has no gradient .* do not detach them"),
     (lambda views: {"other": views.sum()}, r"\['other'\].* config\.metrics"),
+    (lambda views: {"mlm": views.sum()}, "has the term 'mlm', which the trainer computes"),
 ]
 
 
 @pytest.mark.parametrize("tokens", [None, 60])
-@pytest.mark.parametrize(("terms", "said"), WRONG_TERMS)
-def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
-    train_step, batch = of_scd(tokens=tokens)
-    train_step.tasks[0].objective.loss = lambda gathered: terms(gathered.views)
-    with pytest.raises(UsageError, match=said) as raised:
+@pytest.mark.parametrize(("terms", "message"), WRONG_TERMS)
+def test_terms_that_cannot_be_trained_are_refused_and_one_of_one_entry_is_not(terms, message, tokens):
+    name = "simcse with mlm" if "mlm" in message else "scd"
+    train_step, batch = of_scd(tokens=tokens, name=name)
+    objective = train_step.tasks[0].objective
+    objective.loss = lambda gathered: terms(gathered.views)
+    with pytest.raises(UsageError, match=message) as raised:
         train_step.step({"": batch}, 1)
-    assert "objective scd: `loss` " in str(raised.value)
-
-
-def test_a_term_of_mlm_is_refused():
-    train_step, batch = of_scd(name="simcse with mlm")
-    train_step.tasks[0].objective.loss = lambda gathered: {"mlm": gathered.views.sum()}
-    with pytest.raises(UsageError, match="has the term 'mlm', which the trainer computes"):
-        train_step.step({"": batch}, 1)
-
-
-def detached_on_ranks(comm):
-    """The second of two ranks has no rows, so its part of the views never has a gradient."""
-    train_step, batch = of_scd(comm, slice(0, 0 if comm.rank else 7))
-    train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.detach().sum()}
-    with pytest.raises(UsageError) as refused:
-        train_step.step({"": batch}, 1)
-    return str(refused.value)
-
-
-@pytest.mark.dist
-def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
-    assert all("not detach" in said for said in run_group(2, detached_on_ranks))
-
-
-def test_a_term_of_one_entry_is_a_scalar():
-    train_step, batch = of_scd()
-    train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.square().sum().reshape(1)}
+    assert f"objective {name.split()[0]}: `loss` " in str(raised.value)
+    objective.loss = lambda gathered: {objective.config.metrics[0]: gathered.views.square().sum().reshape(1)}
     assert train_step.step({"": batch}, 1).grad_norm > 0
 
 
 def test_views_of_another_shape_are_refused():
     train_step, batch = of_scd()
-    rows = batch.num_rows
-    train_step.tasks[0].objective.views = lambda embeddings, _: embeddings
-    with pytest.raises(ValueError, match=all_of("objective scd", "`views`", f"[{rows}, 2, D]")):
-        train_step.step({"": batch}, 1)
     objective = train_step.tasks[0].objective
-    objective.views = lambda embeddings, given: Objective.views(objective, embeddings[1:], given)
-    with pytest.raises(ValueError, match=all_of(f"{rows} rows", "2 views")):
-        train_step.step({"": batch}, 1)
+    for views, facts in (
+        (lambda embeddings, _: embeddings, ("objective scd", "`views`", "[7, 2, D]")),
+        (lambda embeddings, rows: Objective.views(objective, embeddings[1:], rows), ("7 rows", "2 views")),
+    ):
+        objective.views = views
+        with pytest.raises(ValueError, match=all_of(facts)):
+            train_step.step({"": batch}, 1)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (torch.zeros(3, dtype=torch.int64), ("'label'", "torch.int64", "[3]", "[7]")),
-        (torch.zeros(7, dtype=torch.bool), ("'label'", "torch.bool")),
-    ],
-)
-def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
+def test_facts_that_do_not_fit_the_rows_are_refused():
     train_step, batch = of_scd()
-    with pytest.raises(UsageError, match=all_of("objective scd", said)):
-        train_step.step({"": replace(batch, facts={"label": values})}, 1)
+    for dtype, rows, message in ((torch.int64, 3, ("torch.int64", "[3]", "[7]")), (torch.bool, 7, ("torch.bool",))):
+        with pytest.raises(UsageError, match=all_of("objective scd", "'label'", message)):
+            train_step.step({"": replace(batch, facts={"label": torch.zeros(rows, dtype=dtype)})}, 1)
 
 
-def facts_on_one_rank(comm):
-    train_step, batch = of_scd(comm, slice(3 * comm.rank, 3 + 4 * comm.rank))
-    facts = {"label": torch.arange(batch.num_rows)} if comm.rank else {}
-    with pytest.raises(UsageError) as refused:
-        train_step.step({"": replace(batch, facts=facts)}, 1)
-    return str(refused.value)
+def refused_on_ranks(comm):
+    """Facts of the second rank alone; then detached terms, while the second rank has no rows and so no gradient."""
+    messages = []
+    for rows in (slice(3 * comm.rank, 3 + 4 * comm.rank), slice(0, 0 if comm.rank else 7)):
+        train_step, batch = of_scd(comm, rows)
+        if not messages and comm.rank:
+            batch = replace(batch, facts={"label": torch.arange(batch.num_rows)})
+        train_step.tasks[0].objective.loss = lambda gathered: {"repulsion": gathered.views.detach().sum()}
+        with pytest.raises(UsageError) as refused:
+            train_step.step({"": batch}, 1)
+        messages.append(str(refused.value))
+    return messages
 
 
 @pytest.mark.dist
-def test_facts_of_one_worker_only_are_refused_on_all():
-    first, second = run_group(2, facts_on_one_rank)
+def test_facts_of_one_worker_and_detached_terms_are_refused_on_all():
+    (first, *detached), (second, *others) = run_group(2, refused_on_ranks)
     says(first, "collator", "worker 0", "none")
     says(second, "collator", "worker 1", "label")
+    assert all("not detach" in message for message in detached + others)
 
 
 def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
     gradients = {"loss": torch.zeros(1), "weight": torch.full((2,), float("nan")), "bias": torch.ones(2)}
     monkeypatch.setattr(verify, "_single", lambda *_: (gradients, 14))
-    config = TrainConfig(run="r", data="d", encoder={"from_config": {"model_type": "roberta"}})
-    found = list(verify.verify(config, 4, []))
-    assert found
-    assert not any(row.within for row in found)
+    config = least_config()
+    assert {row.within for row in verify.verify(config, 4, [])} == {False}
 
 
 def test_gradients_are_verified_without_compressed_sums(tmp_path):
@@ -349,17 +280,17 @@ def test_gradients_are_verified_without_compressed_sums(tmp_path):
 
 def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
     """Memory ran out in the second backward, after the loss and a part of the gradient; both are computed again."""
-    found, weights = [], []
+    statistics, weights = [], []
     for fails in (True, False):
         train_step, batch = of_scd(tokens=60)
-        train_step = with_task(train_step, microbatch=Microbatch(60, automatic=True))
+        train_step = tiny.with_task(train_step, microbatch=Microbatch(60, automatic=True))
         if fails:
-            run_out_of_memory(train_step.encoder, 1)
+            tiny.run_out_of_memory(train_step.encoder, 1)
         train_step.step({"": batch}, 1)
         assert (train_step.tasks[0].microbatch.max_tokens < 60) == fails
-        found.append(train_step.tasks[0].objective.state())
-        weights.append([parameter.detach().clone() for parameter in train_step.encoder.parameters()])
-    statistics = [[value for name, value in state.items() if "running" in name] for state in found]
+        state = train_step.tasks[0].objective.state()
+        statistics.append([value for name, value in state.items() if "running" in name])
+        weights.append(list(train_step.encoder.parameters()))
     assert deviation(*statistics) < 1e-12
     assert deviation(*weights) < 1e-10
 
@@ -368,23 +299,18 @@ def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
 def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens):
     """Then all but the last microbatch are in the gradient, and the last one's forward is done."""
     train_step, batch = of_scd(tokens=tokens)
-    calls, forward = [], train_step.encoder.forward
-
-    def counted(*given):
-        calls.append("forward" if torch.is_grad_enabled() else "without a graph")
-        return forward(*given)
-
-    train_step.encoder.forward = counted
+    calls, task = [], train_step.tasks[0]
 
     class Announced(BucketedReducer):
         def arm(self):
             calls.append("announced")
 
-    task = train_step.tasks[0]
+    def called(*_):
+        calls.append("forward" if torch.is_grad_enabled() else "without a graph")
+
+    task.encoder.register_forward_pre_hook(called)
     pieces = task._pieces(batch)
-    announced = replace(task, overlap=Announced(list(task.encoder.parameters())))
-    passes = GradCache(announced, 1, batch, pieces)
+    passes = GradCache(replace(task, overlap=Announced(list(task.encoder.parameters()))), 1, batch, pieces)
     passes.differentiate(passes.embed(), passes.count())
-    assert (len(pieces) > 1) == (tokens is not None)
-    assert calls[-1] == "announced"
+    assert (len(pieces) > 1, calls[-1]) == (tokens is not None, "announced")
     assert calls.count("forward") == len(pieces)

@@ -21,6 +21,7 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import CheckpointConfig
 from declutr.trainer.checkpoints.store import RunStore
+from declutr.trainer.data import chunks
 from declutr.trainer.data.chunks import rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.continuation import RUN_FILES, choose_device
@@ -30,20 +31,17 @@ from declutr.trainer.scaling import ScalingConfig
 
 
 def host(tmp_path, name, address=None):
-    """The run as one host sees it."""
     return RunStore(Folder(address or f"file://{tmp_path}/there", retry_seconds=0.0), tmp_path / name / "run")
 
 
-def make(store, step, score=None, value=None):
-    """A checkpoint on that host, as the saver leaves it."""
-    state = state_of(step) if score is None else state_of(step, mrr=score)
+def make(store, step, value=None, **scores):
     contents = {"encoder.safetensors": {"weight": torch.full((8,), float(step if value is None else value))}}
-    checkpoint.save(store.folder / "checkpoints", state, contents)
+    checkpoint.save(store.folder / "checkpoints", state_of(step, **scores), contents)
     store.folder.joinpath(METRICS).write_text(f'{{"step": {step}}}\n')
 
 
-def save(store, step, score=None, value=None, **config):
-    make(store, step, score, value)
+def save(store, step, score=None, **config):
+    make(store, step, **({} if score is None else {"mrr": score}))
     store.save(CheckpointConfig(**config), "mrr", step)
 
 
@@ -65,88 +63,78 @@ def place(store, step):
 
 
 def test_another_host_goes_on_where_the_first_one_was(tmp_path):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
     assert other.fetch() is None
-    save(one, 1, 0.1, keep_last=2)
+    save(first, 1, 0.1, keep_last=2)
     assert other.fetch(expected={"config_hash": "another"}) is None
     assert local(other) == []
     for step, score in enumerate([0.1, 0.9, 0.3, 0.2, 0.5], start=1):
-        save(one, step, score, keep_last=2)
-    assert there(one) == [2, 4, 5]
+        save(first, step, score, keep_last=2)
+    assert there(first) == [2, 4, 5]
     path, state = other.fetch()
-    assert (path.name, state.step) == ("step-00000005", 5)
-    assert local(other) == [5]
+    assert (path.name, state.step, local(other)) == ("step-00000005", 5, [5])
     assert (other.folder / METRICS).read_text() == '{"step": 5}\n'
     save(other, 6, 0.4, keep_last=2)  # which has never had 2 on its disk
-    assert there(one) == [2, 5, 6]
-    one.fetch_best("mrr")
-    assert local(one) == [2]
+    assert there(first) == [2, 5, 6]
+    first.fetch_best("mrr")
+    assert local(first) == [2]
 
 
 def test_checkpoints_of_an_outage_that_are_kept_are_sent_with_the_next_one(tmp_path):
     """A newer copy replaced them in the saver's memory while the store did not answer."""
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 1, 0.1, keep_last=1)
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(first, 1, 0.1, keep_last=1)
     for step, score in ((2, 0.2), (4, 0.9), (5, 0.3)):
-        make(one, step, score)
-    save(one, 6, 0.4, keep_last=1, keep_every_steps=2)
-    assert there(one) == [2, 4, 6]
+        make(first, step, mrr=score)
+    save(first, 6, 0.4, keep_last=1, keep_every_steps=2)
+    assert there(first) == [2, 4, 6]
     other.fetch_best("mrr")
     assert local(other) == [4]
 
 
-def test_a_stale_copy_gives_way(tmp_path):
+def test_a_stale_copy_gives_way_also_for_all_ranks_of_a_host(tmp_path):
     """The first host saved steps that never arrived; another took its place and took them again, otherwise."""
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 1)
-    make(one, 2, value=20)
-    make(one, 3, value=30)
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(first, 1)
+    make(first, 2, value=20)
+    make(first, 3, value=30)
     other.fetch()
     save(other, 2)
-    found = one.fetch()
-    assert found[1].step == 2
-    assert local(one) == [2]
-    assert weight(one, 2) == 2.0
-
-
-def test_ranks_of_one_host_find_the_same_checkpoint(tmp_path):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 7)
-    make(other, 6)
-    make(other, 7, value=70)
+    assert first.fetch()[1].step == 2
+    assert (local(first), weight(first, 2)) == ([2], 2.0)
+    make(first, 3, value=30)
+    save(other, 3)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(other.fetch_step, [7] * 4))
-    assert local(other) == [7]
-    assert weight(other, 7) == 7.0
+        list(threads.map(first.fetch_step, [3] * 4))
+    assert (local(first), weight(first, 3)) == ([3], 3.0)
 
 
 def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, log):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
     for step in (1, 2, 3, 4):
-        save(one, step, keep_last=4)
-    place(one, 4).delete(".files.json")  # killed on its way
-    place(one, 3).put("encoder.safetensors", b"altered")
+        save(first, step, keep_last=4)
+    place(first, 4).delete(".files.json")  # killed on its way
+    place(first, 3).put("encoder.safetensors", b"altered")
     assert other.fetch()[1].step == 2
     assert [line for line in log if "skipping" in line and "step-00000003" in line]
     assert local(other) == [2]
     save(other, 3, keep_last=2)
-    assert there(one) == [2, 3, 4]  # 4 has yet to be come by
-    assert one.fetch()[1].step == 3
+    assert there(first) == [2, 3, 4]  # 4 has yet to be come by
+    assert first.fetch()[1].step == 3
     save(other, 4, keep_last=2)
-    assert one.fetch()[1].step == 4
-    assert there(one) == [3, 4]
-    place(one, 3).delete(".files.json")
+    assert (first.fetch()[1].step, there(first)) == (4, [3, 4])
+    place(first, 3).delete(".files.json")
     save(other, 5, keep_last=2)
-    assert there(one) == [4, 5], "files of a killed writer are cleared away"
+    assert there(first) == [4, 5], "files of a killed writer are cleared away"
 
 
 def test_checkpoints_whose_list_is_damaged_are_sent_anew(tmp_path):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    save(one, 1)
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(first, 1)
     for _ in range(2):  # the run reaches the second step again
-        for step in there(one):
-            place(one, step).put(".files.json", b"[")
-        save(one, 2)
+        for step in there(first):
+            place(first, step).put(".files.json", b"[")
+        save(first, 2)
         assert other.fetch()[1].step == 2
     other.fetch_step(1)  # it is kept, and was still on the first host
 
@@ -155,32 +143,29 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     """A place whose folder is a file at first, so that everything in it fails."""
     gate = tmp_path / "gate"
     gate.write_text("in the way")
-    one = host(tmp_path, "one", f"file://{gate}/run")
-    config = CheckpointConfig(keep_last=1)
-    order = []
+    first, config, order = host(tmp_path, "one", f"file://{gate}/run"), CheckpointConfig(keep_last=1), []
 
     def before():
         order.append("numbers")
-        one.folder.mkdir(parents=True, exist_ok=True)
-        (one.folder / METRICS).write_text("{}\n")
+        first.folder.mkdir(parents=True, exist_ok=True)
+        (first.folder / METRICS).write_text("{}\n")
 
     def after(step):
         order.append(step)
-        one.save(config, "mrr", step)
+        first.save(config, "mrr", step)
 
-    saver = Saver(one.folder / "checkpoints", config, "mrr", before, after=after)
+    saver = Saver(first.folder / "checkpoints", config, "mrr", before, after=after)
     saver.submit(state_of(1), {"encoder.safetensors": {"weight": torch.ones(2)}})
     until(lambda: order.count(1) >= 2)
-    assert local(one) == [1]  # on this host's disk it is
-    assert order[0] == "numbers"
-    assert order.count("numbers") == 1  # and is not written again
-    says(log[0], "step 1", "sent")
-    assert "Training continues" in log[0]
+    assert local(first) == [1]  # on this host's disk it is
+    assert order[:3] == ["numbers", 1, 1]  # and is not written again
+    says(log[0], "step 1", "sent", "Training continues")
     gate.unlink()
     saver.wait()
     saver.close()
-    assert place(one, 1).is_whole()
-    assert one.remote.read(METRICS) == b"{}\n"
+    assert place(first, 1).is_whole()
+    assert order.count("numbers") == 1
+    assert first.remote.read(METRICS) == b"{}\n"
     says(log[-1], "step 1", "written")
     with pytest.raises(RemoteError):
         host(tmp_path, "one", "nosuch://x/y").fetch()
@@ -191,47 +176,38 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     write_prepared(tmp_path / "data", [[Row(f"{text} {number}") for number in range(6)]])
     address = f"file://{tmp_path}/there"
     Folder(address).send(tmp_path / "data")
-    config = runs.train_config(address, tmp_path / "run", cache=str(tmp_path / "cache"))
-    folder = data_folder(config.data, config.cache)
+    folder = data_folder(address, str(tmp_path / "cache"))
     assert folder.parent == tmp_path / "cache"
     shards = ShardSet(folder, "train")
-    mine = rank_plan(Plan(0, shards.num_documents, 2), shards, 0, 1, 0, 3, (address,))
-    rows = {"id": np.array([0])}
+    part = rank_plan(Plan(0, shards.num_documents, 2), shards, 0, 1, 0, 3, (address,))
     shutil.rmtree(tmp_path / "cache")  # another host
-    table = read_chunk(rows, mine, 0)
-    assert len(table) == 6
+    assert len(read_chunk({"id": np.array([0])}, part, 0)) == 6
     assert folder.is_dir()
 
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "data" / "note").write_text("not what the run began with")
     Folder(address).send(tmp_path / "data")
-    from declutr.trainer.data import chunks
-
     chunks._shards.clear()  # another process
     with pytest.raises(ShardError, match="other shards"):
-        read_chunk(rows, mine, 0)
-
-
-def test_a_folder_that_was_copied_as_a_whole_is_no_run(tmp_path):
-    one = host(tmp_path, "one")
-    make(one, 1)
-    one.remote.send(one.folder)
-    with pytest.raises(RemoteError, match=all_of("as a whole", "another address")):
-        one.fetch()
-    assert local(one) == [1]
+        read_chunk({"id": np.array([0])}, part, 0)
 
 
 def test_a_file_that_is_gone_here_goes_there_and_the_other_way_round(tmp_path):
-    one, other = host(tmp_path, "one"), host(tmp_path, "other")
-    make(one, 1)
-    (one.folder / "summary.json").write_text("{}")
-    one.send("summary.json", "failures.log")
+    """A folder that was copied as a whole is no run."""
+    first, other = host(tmp_path, "one"), host(tmp_path, "other")
+    make(first, 1)
+    (first.folder / "summary.json").write_text("{}")
+    first.send("summary.json", "failures.log")
     other.fetch(["summary.json"])
     assert (other.folder / "summary.json").read_text() == "{}"
-    (one.folder / "summary.json").unlink()
-    one.send("summary.json")
+    (first.folder / "summary.json").unlink()
+    first.send("summary.json")
     other.fetch(["summary.json"])
     assert not (other.folder / "summary.json").exists()
+    first.remote.send(first.folder)
+    with pytest.raises(RemoteError, match=all_of("as a whole", "another address")):
+        first.fetch()
+    assert local(first) == [1]
 
 
 def test_precision_that_a_worker_on_another_host_records_outlives_the_files_of_the_driver(tmp_path):
@@ -248,10 +224,10 @@ def test_precision_that_a_worker_on_another_host_records_outlives_the_files_of_t
 
 
 def test_folders_stay_what_they_are(tmp_path):
-    config = runs.train_config(tmp_path / "data", tmp_path / "run")
-    assert data_folder(config.data, config.cache) == tmp_path / "data"
-    assert run_folder(config.run, config.cache) == tmp_path / "run"
-    remote = runs.train_config(tmp_path / "data", "s3://bucket/runs/one", cache=str(tmp_path / "cache"))
-    assert run_folder(remote.run, remote.cache).parent == tmp_path / "cache"
-    assert run_folder(remote.run, remote.cache) != run_folder("s3://bucket/runs/two", remote.cache)
-    assert remote.hash() == config.hash()
+    cache = str(tmp_path / "cache")
+    assert data_folder(str(tmp_path / "data"), cache) == tmp_path / "data"
+    assert run_folder(str(tmp_path / "run"), cache) == tmp_path / "run"
+    assert run_folder("s3://bucket/runs/one", cache).parent == tmp_path / "cache"
+    assert run_folder("s3://bucket/runs/one", cache) != run_folder("s3://bucket/runs/two", cache)
+    local, remote = (runs.least_config(run=run) for run in ("run", "s3://bucket/runs/one"))
+    assert remote.hash() == local.hash()

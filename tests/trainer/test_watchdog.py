@@ -26,6 +26,11 @@ def heartbeat(rank, step=7, phase="forward", group="g", **more):
     return worker | state | more
 
 
+def group(now, *changes):
+    """Heartbeats of living workers with these changes."""
+    return [heartbeat(rank, **{"written": now} | change) for rank, change in enumerate(changes)]
+
+
 def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
     """Feeds `looks(seconds)` to a watchdog until it finds a hang; the hang and when."""
     dog, now = Watchdog(watchdog_timeout_seconds), 0.0
@@ -38,83 +43,56 @@ def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
 
 
 def test_a_stopped_worker_is_found_by_its_silence_and_named():
-    hang, at = watch(
-        lambda now: [
-            heartbeat(0, written=now),
-            heartbeat(1, step=8, phase="data", written=min(now, 3)),  # stops at 3 s, ahead of the others
-            heartbeat(2, written=now),
-        ]
-    )
+    """It stops at 3 s, ahead of the others. If all wait, the worker is named with a doubt."""
+    hang, at = watch(lambda now: group(now, {}, {"step": 8, "phase": "data", "written": min(now, 3)}, {}))
     assert at == pytest.approx(20, abs=1)
     assert (hang.heartbeat["rank"], round(hang.silent_seconds)) == (1, 17)
     says(str(hang), "worker 1", "host-1", "pid 101", "data", "step 8")
     assert "another" not in str(hang)
+    says(str(watch(lambda now: group(now, {}, {}, {}))[0]), "all workers", "another")
 
 
-@pytest.mark.parametrize(
-    ("behind", "others"),
-    [
+def test_hang_names_the_living_worker_that_is_behind():
+    for behind, others in (
         ({"phase": "data"}, {}),
         ({"step": 6}, {}),
         ({"phase": "saving"}, {"phase": "data"}),
-        ({"phase": "saving"}, {"phase": "reporting"}),  # who writes nothing reports at once
+        ({"phase": "saving"}, {"phase": "reporting"}),  # a worker that writes nothing reports at once
         ({"phase": "choosing kernels"}, {"phase": "data"}),
         ({"step": 6}, {"step": 9}),
-    ],
-)
-def test_hang_names_the_living_worker_that_is_behind(behind, others):
-    hang, _ = watch(
-        lambda now: [*(heartbeat(rank, written=now, **others) for rank in (0, 1)), heartbeat(2, written=now, **behind)]
-    )
-    assert hang.heartbeat["rank"] == 2
-    says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}")
-    assert "another" not in str(hang)
+    ):
+        hang, _ = watch(lambda now, own=behind, other=others: group(now, other, other, own))
+        assert hang.heartbeat["rank"] == 2
+        says(str(hang), hang.heartbeat["phase"], f"step {hang.heartbeat['step']}")
+        assert "another" not in str(hang)
 
 
-def test_hang_of_workers_that_all_wait_names_one_with_a_doubt():
-    hang, _ = watch(lambda now: [heartbeat(rank, written=now) for rank in range(3)])
-    says(str(hang), "all workers", "another")
-
-
-def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
+def test_groups_that_move_or_have_finished_do_not_hang_and_one_that_starts_has_a_minute():
+    """Heartbeats of a group that is gone do not count."""
     assert watch(lambda now: [heartbeat(rank, step=int(now) // 15) for rank in range(3)])[0] is None
-    _, at = watch(lambda now: [heartbeat(rank, steps=0, phase="data", written=now) for rank in range(3)], 5)
+    assert watch(lambda now: group(now, *[{"phase": "ended"}] * 3))[0] is None
+    gone = heartbeat(2, group="old", step=3)
+    shrunk = watch(lambda now: [gone, *(heartbeat(rank, group="new", step=int(now * 2)) for rank in range(2))])
+    assert shrunk[0] is None
+    _, at = watch(lambda now: group(now, *[{"steps": 0, "phase": "data"}] * 3), 5)
     assert at == pytest.approx(60, abs=1)
-
-
-def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang():
-    assert watch(lambda now: [heartbeat(rank, phase="ended", written=now) for rank in range(3)])[0] is None
-
-    def shrunk(now):
-        gone = heartbeat(2, group="old", step=3)
-        return [heartbeat(rank, group="new", step=int(now * 2)) for rank in range(2)] + [gone]
-
-    assert watch(shrunk)[0] is None
 
 
 @pytest.mark.parametrize(("phase", "waiting"), [("fetching", "forward"), ("writing", "reporting")])
 def test_worker_that_waits_for_a_storage_does_not_hang_while_it_lives(phase, waiting):
-    def looks(now, silent_from):
-        waits = heartbeat(0, phase=phase, steps=0, written=min(now, silent_from))
-        return [waits, heartbeat(1, phase=waiting, steps=0, written=now)]
-
-    assert watch(lambda now: looks(now, silent_from=1000))[0] is None
-    hang, _ = watch(lambda now: looks(now, silent_from=3))
-    assert hang.heartbeat["rank"] == 0
+    storing, other = {"phase": phase, "steps": 0}, {"phase": waiting, "steps": 0}
+    for silent_from, rank in ((1000, None), (3, 0)):
+        hang, _ = watch(lambda now, end=silent_from: group(now, storing | {"written": min(now, end)}, other))
+        assert (hang and hang.heartbeat["rank"]) == rank
 
 
-def test_a_heartbeat_has_step_and_phase():
-    heartbeat = Heartbeat(0, 2)
+def test_a_heartbeat_has_step_phase_and_a_signal_with_the_workers_name_also_without_a_session():
+    before, heartbeat = signal.getsignal(signal.SIGTERM), Heartbeat(3, 4)
     heartbeat.finish_step(1)
     with heartbeat.doing("saving"):
         assert heartbeat.snapshot()["phase"] == "saving"
     heartbeat.finish_step(2)
     assert (heartbeat.step, heartbeat.steps, heartbeat.phase) == (2, 2, "data")
-
-
-def test_a_signal_is_told_with_the_workers_name_also_without_a_session():
-    before = signal.getsignal(signal.SIGTERM)
-    heartbeat = Heartbeat(3, 4)
     try:
         listen()
         with Listener(ControlChannel("of no session"), heartbeat) as listener:
@@ -130,11 +108,8 @@ def test_a_signal_is_told_with_the_workers_name_also_without_a_session():
 
 
 def test_a_start_without_a_step_is_logged_until_its_first_step(tmp_path, monkeypatch, log):
-    looks = [
-        [],
-        [heartbeat(0, steps=0, phase="starting"), heartbeat(1, steps=0, phase="data")],
-        [heartbeat(0, steps=1)],
-    ]
+    starting = [heartbeat(0, steps=0, phase="starting"), heartbeat(1, steps=0, phase="data")]
+    looks = [[], starting, [heartbeat(0, steps=1)]]
     monkeypatch.setattr(supervisor, "EVERY_SECONDS", 0.01)
     monkeypatch.setattr(supervisor, "_SLOW_SECONDS", 0.0)
     plan = RunPlan(runs.least_config(), tmp_path, {}, {}, None, {})
@@ -144,10 +119,7 @@ def test_a_start_without_a_step_is_logged_until_its_first_step(tmp_path, monkeyp
 
     class Reader:
         draining, stop_reason, answered = None, None, time.monotonic()
-
-        @property
-        def heartbeats(self):
-            return looks[len(log)]
+        heartbeats = property(lambda _: looks[len(log)])
 
     supervised = supervisor.Supervisor(plan, Signals(), 0.0, None)
     threading.Timer(0.5, fit.set_result, [None]).start()
@@ -159,22 +131,25 @@ def test_a_start_without_a_step_is_logged_until_its_first_step(tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"])
-def test_a_signal_asks_for_a_good_end(name):
+def test_a_signal_asks_for_a_good_end_also_behind_handlers_that_another_has_replaced(name):
     number = getattr(signal, name)
     before = signal.getsignal(number)
-    with Signals() as signals:
-        signal.raise_signal(number)
-        assert signals.wait(10)
-    assert (signals.received, signals.status) == (name, 128 + number)
-    assert signal.getsignal(number) is before
+    for replaced in (False, True):
+        with Signals() as signals:
+            if replaced:
+                signal.signal(number, signal.SIG_DFL)  # as a second session of Ray does
+                signals.take_over()
+            os.kill(os.getpid(), number)
+            assert signals.wait(10)
+        assert (signals.received, signals.status) == (name, 128 + number)
+        assert signal.getsignal(number) is before
 
 
 def test_signals_second_within_a_second_is_the_same_request_and_a_later_one_exits(log):
+    """The first signal after another reason to stop exits too."""
     now = [100.0]
     with Signals(clock=lambda: now[0]) as signals:
-        signal.raise_signal(signal.SIGTERM)
-        for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGHUP, 0.9)):
-            now[0] = 100.0 + seconds
+        for number, now[0] in ((signal.SIGTERM, 100.0), (signal.SIGTERM, 100.0), (signal.SIGHUP, 100.9)):
             signal.raise_signal(number)
             assert (signals.received, signals.status) == ("SIGTERM", 143)
         now[0] = 101.1
@@ -182,9 +157,6 @@ def test_signals_second_within_a_second_is_the_same_request_and_a_later_one_exit
             signal.raise_signal(signal.SIGINT)
     (line,) = log
     says(line, "SIGINT after SIGTERM", "without saving", "the same command continues")
-
-
-def test_signals_after_another_reason_to_stop_exits():
     with Signals() as signals:
         signals.request_stop("the loss of the run's lock")
         with pytest.raises(SystemExit):
@@ -203,17 +175,5 @@ def test_under_nohup_a_hangup_is_nothing():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(1, EVERY_SECONDS), (256, EVERY_SECONDS), (512, 1.0), (10_000, 2.0)])
-def test_period_grows_with_the_group_up_to_a_limit(size, seconds):
-    assert period(size) == seconds
-
-
-def test_handlers_that_another_has_replaced_are_taken_over_again():
-    before = signal.getsignal(signal.SIGTERM)
-    with Signals() as signals:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a second session of Ray does
-        signals.take_over()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.wait(5)
-        assert signals.received == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) == before
+def test_period_grows_with_the_group_up_to_a_limit():
+    assert [period(size) for size in (1, 256, 512, 10_000)] == [EVERY_SECONDS, EVERY_SECONDS, 1.0, 2.0]
