@@ -1,19 +1,20 @@
 """deploy/aws.yaml and cluster.yaml on a server that answers like AWS: what would be started, and who reaches it."""
 
 import logging
+import os
 import subprocess
 import sys
-from pathlib import Path
+from unittest.mock import patch
 
 import click
 import pytest
 import yaml
+from processes import ROOT
 from ray.autoscaler._private.providers import _NODE_PROVIDERS, _get_node_provider
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from declutr.common.stores.folder import Folder
 
-ROOT = Path(__file__).resolve().parents[2]
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
 moto = pytest.importorskip("moto.server", reason="moto is not installed")
 
@@ -22,42 +23,27 @@ moto = pytest.importorskip("moto.server", reason="moto is not installed")
 def account(tmp_path_factory):
     """An account of AWS on this machine. One for all tests: Ray keeps its connections."""
     tmp_path = tmp_path_factory.mktemp("home")
-    monkeypatch = pytest.MonkeyPatch()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(key, "x")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray puts the key it makes there
+    variables = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-west-2"}
+    variables |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "HOME": str(tmp_path)}  # for the key that Ray makes
     (tmp_path / ".ssh").mkdir()
-    yield
-    monkeypatch.undo()
+    with patch.dict(os.environ, variables):
+        yield
     server.stop()
 
 
-def create_stack(you="203.0.113.7/32"):
-    ec2 = boto3.client("ec2")
-    given = {"Vpc": ec2.describe_vpcs()["Vpcs"][0]["VpcId"], "You": you}
-    formation = boto3.client("cloudformation")
-    formation.create_stack(
-        StackName="declutr",
-        TemplateBody=(ROOT / "deploy" / "aws.yaml").read_text(),
-        Capabilities=["CAPABILITY_NAMED_IAM"],
-        Parameters=[{"ParameterKey": key, "ParameterValue": value} for key, value in given.items()],
-    )
+def create_stack():
+    values = {"Vpc": boto3.client("ec2").describe_vpcs()["Vpcs"][0]["VpcId"], "You": "203.0.113.7/32"}
+    parameters = [{"ParameterKey": key, "ParameterValue": value} for key, value in values.items()]
+    options = {"Capabilities": ["CAPABILITY_NAMED_IAM"], "Parameters": parameters}
+    formation, body = boto3.client("cloudformation"), (ROOT / "deploy" / "aws.yaml").read_text()
+    formation.create_stack(StackName="declutr", TemplateBody=body, **options)
     stack = formation.describe_stacks(StackName="declutr")["Stacks"][0]
     assert stack["StackStatus"] == "CREATE_COMPLETE"
     return {output["OutputKey"]: output["OutputValue"] for output in stack["Outputs"]}
-
-
-def filled_in(outputs):
-    """cluster.yaml as docs/guides/cluster.md says to fill it in."""
-    text = (ROOT / "cluster.yaml").read_text()
-    assert text.count("sg-00000000000000000") == 1
-    return yaml.safe_load(text.replace("sg-00000000000000000", outputs["SecurityGroup"]))
 
 
 def bootstrap(cluster):
@@ -69,30 +55,26 @@ def bootstrap(cluster):
 
 def rights_of(profile):
     """What the instances of a profile may do, and with what."""
-    iam, found = boto3.client("iam"), {}
+    iam, rights = boto3.client("iam"), {}
     for role in iam.get_instance_profile(InstanceProfileName=profile)["InstanceProfile"]["Roles"]:
         for policy in iam.list_attached_role_policies(RoleName=role["RoleName"])["AttachedPolicies"]:
             version = iam.get_policy_version(PolicyArn=policy["PolicyArn"], VersionId="v1")["PolicyVersion"]
             for statement in version["Document"]["Statement"]:
-                found |= dict.fromkeys(statement["Action"], statement["Resource"])
-    return found
+                rights |= dict.fromkeys(statement["Action"], statement["Resource"])
+    return rights
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("account")
-def test_cluster_file_that_was_not_filled_in_starts_nothing(capsys):
+def test_aws_template_starts_and_exposes_what_is_documented_and_nothing_before_it_is_filled_in(capsys):
     unfilled = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     with pytest.raises((AssertionError, click.ClickException)):
         bootstrap(unfilled)
     assert "Failed to detect a security group" in capsys.readouterr().err
     assert boto3.client("ec2").describe_instances()["Reservations"] == []
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("account")
-def test_aws_template_starts_and_exposes_what_is_documented():
-    outputs = create_stack()
-    config = bootstrap(filled_in(outputs))
+    outputs, text = create_stack(), (ROOT / "cluster.yaml").read_text()
+    assert text.count("sg-00000000000000000") == 1, "docs/guides/cluster.md says to fill it in"
+    config = bootstrap(yaml.safe_load(text.replace("sg-00000000000000000", outputs["SecurityGroup"])))
     provider = _get_node_provider(config["provider"], config["cluster_name"])
     for name in ("head", "gpu_worker"):
         kind = "head" if name == "head" else "worker"
@@ -100,29 +82,23 @@ def test_aws_template_starts_and_exposes_what_is_documented():
         provider.create_node(dict(config["available_node_types"][name]["node_config"]), tags, 1)
 
     ec2 = boto3.client("ec2")
-    found = [each for held in ec2.describe_instances()["Reservations"] for each in held["Instances"]]
-    started = {instance["InstanceType"]: instance for instance in found}
-    head, worker = started["m7i.2xlarge"], started["g6.12xlarge"]
-    assert "InstanceLifecycle" not in head
-    assert worker["InstanceLifecycle"] == "spot"
-    assert head["IamInstanceProfile"]["Arn"].endswith("/declutr-head")
-    assert worker["IamInstanceProfile"]["Arn"].endswith("/declutr-worker")
-    assert {instance["Placement"]["AvailabilityZone"] for instance in (head, worker)} == {"us-west-2a"}
-    for instance in (head, worker):
+    instances = [item for reservation in ec2.describe_instances()["Reservations"] for item in reservation["Instances"]]
+    started = {instance["InstanceType"]: instance for instance in instances}
+    for kind, lifecycle, profile in (("m7i.2xlarge", None, "head"), ("g6.12xlarge", "spot", "worker")):
+        instance = started[kind]
+        assert instance.get("InstanceLifecycle") == lifecycle
+        assert instance["Placement"]["AvailabilityZone"] == "us-west-2a"
+        assert instance["IamInstanceProfile"]["Arn"].endswith(f"/declutr-{profile}")
         assert [group["GroupId"] for group in instance["SecurityGroups"]] == [outputs["SecurityGroup"]]
         assert instance["MetadataOptions"]["HttpTokens"] == "required"
 
     # Ray made no group of its own (that one would admit SSH from everywhere), and changed nothing in ours.
     groups = {group["GroupId"]: group for group in ec2.describe_security_groups()["SecurityGroups"]}
     assert not [group["GroupName"] for group in groups.values() if "ray" in group["GroupName"]]
-    rules = groups[outputs["SecurityGroup"]]["IpPermissions"]
-    assert [[block["CidrIp"] for block in rule["IpRanges"]] for rule in rules if rule.get("FromPort") == 22] == [
-        ["203.0.113.7/32"]
-    ]
-    inside = [rule for rule in rules if rule["IpProtocol"] == "-1"]
-    assert [pair["GroupId"] for rule in inside for pair in rule["UserIdGroupPairs"]] == [outputs["SecurityGroup"]]
-    assert len(rules) == 2
-    assert not [rule for rule in inside if rule["IpRanges"] or rule["Ipv6Ranges"]]
+    inside, ssh = sorted(groups[outputs["SecurityGroup"]]["IpPermissions"], key=lambda rule: rule["IpProtocol"])
+    assert (ssh["FromPort"], [block["CidrIp"] for block in ssh["IpRanges"]]) == (22, ["203.0.113.7/32"])
+    assert [pair["GroupId"] for pair in inside["UserIdGroupPairs"]] == [outputs["SecurityGroup"]]
+    assert (inside["IpProtocol"], inside["IpRanges"], inside["Ipv6Ranges"]) == ("-1", [], [])
 
     # The bucket is a place for a run, and the rights of a worker are to it alone.
     bucket = f"arn:aws:s3:::{outputs['Bucket']}"
@@ -134,9 +110,9 @@ def test_aws_template_starts_and_exposes_what_is_documented():
     assert "WorkerRole" in of_the_head["iam:PassRole"]
     assert "iam:CreateServiceLinkedRole" not in of_the_head, "a person does it once"
     assert set(outputs) == {"SecurityGroup", "Bucket"}
-    run = f"s3://{outputs['Bucket']}/runs/base"
-    Folder(run).put("note", b"found without a key in the address")
-    assert Folder(run).names() == ["note"]
+    run = Folder(f"s3://{outputs['Bucket']}/runs/base")
+    run.put("note", b"found without a key in the address")
+    assert run.names() == ["note"]
 
 
 @pytest.mark.slow

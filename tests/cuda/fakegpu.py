@@ -11,10 +11,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 _ROOT = Path(__file__).resolve().parents[2]
-_TESTS = str(_ROOT / "tests")
 
 
 def load(library: str) -> None:
@@ -22,14 +21,6 @@ def load(library: str) -> None:
     [folder] = importlib.util.find_spec("torch").submodule_search_locations
     for path in (f"{folder}/lib/libc10.so", f"{folder}/lib/libtorch_cpu.so", library):
         ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
-
-
-class Event:
-    """An event of a stream, which is over at once."""
-
-    def __init__(self, **_: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -41,7 +32,7 @@ def fake_gpu() -> Iterator[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_leaves, tree_map
 
     reads = {"item": 1.0, "__float__": 1.0, "__int__": 1, "__index__": 1, "__bool__": True, "tolist": None}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -57,9 +48,7 @@ def fake_gpu() -> Iterator[Any]:
     class Waits(TorchDispatchMode):
         """Counts operations that wait for the GPU; among them those that copy a tensor of the CPU to it."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
+        count = 0
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, kwargs = function.overloadpacket.__name__, kwargs or {}
@@ -91,63 +80,50 @@ def fake_gpu() -> Iterator[Any]:
         def note(self, name: str) -> None:
             """Notes a wait with the innermost place in the project, tests left out."""
             frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(_ROOT))]
-            ours = [f for f in frames if not f.filename.startswith(_TESTS) and "site-packages" not in f.filename]
-            place = (ours or frames)[-1]
+            others = str(_ROOT / "tests"), "site-packages"
+            place = ([f for f in frames if not any(name in f.filename for name in others)] or frames)[-1]
             self.waits.add(f"{name} at {place.filename.removeprefix(f'{_ROOT}/')}:{place.lineno}")
 
         def moved(self, module: Any) -> Any:
             """The module with its parameters and buffers on the GPU; shared ones stay shared."""
-            made: dict[int, Any] = {}
-            for each in module.modules():
-                for table in (each._parameters, each._buffers):
+            copies: dict[int, Any] = {}
+            for part in module.modules():
+                for table in (part._parameters, part._buffers):
                     for name, value in table.items():
-                        if value is None:
-                            continue
-                        if id(value) not in made:
-                            faked = mode.from_tensor(value.detach()).to(gpu)
-                            parameter = isinstance(value, torch.nn.Parameter)
-                            made[id(value)] = (
-                                torch.nn.Parameter(faked, requires_grad=value.requires_grad) if parameter else faked
-                            )
-                            self.kept.append(value)
-                        table[name] = made[id(value)]
+                        if value is not None and id(value) not in copies:
+                            copies[id(value)] = copy = mode.from_tensor(value.detach()).to(gpu)
+                            if isinstance(value, torch.nn.Parameter):
+                                copies[id(value)] = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+                            self.originals.append(value)
+                        table[name] = copies.get(id(value))
             return module
 
-        kept: list[Any] = []  # noqa: RUF012 - ids of values that ended could come again
+        originals: list[Any] = []  # noqa: RUF012 - ids of values that ended could come again
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             name = getattr(function, "__name__", "")
-            leaves = tree_leaves((args, kwargs))
-            involved = any(on_gpu(each) for each in leaves)
-            target = any(isinstance(each, torch.device) and each.type == "cuda" for each in leaves)
+            leaves, first = tree_leaves((args, kwargs)), args[0] if args else None
+            involved = any(map(on_gpu, leaves))
+            target = any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves)
             kwargs.pop("pin_memory", None)
-            first = args[0] if args else None
             if name == "pin_memory":
                 return first
-            if name in reads and on_gpu(first):
+            if name in (*reads, "cpu", "numpy") and on_gpu(first):
                 self.note(name)
+                if name in ("cpu", "numpy"):
+                    return torch.ones(first.shape, dtype=first.dtype)
                 return [1.0] * first.numel() if name == "tolist" else reads[name]
-            if name in ("cpu", "numpy") and on_gpu(first):
-                self.note(name)
-                return torch.ones(first.shape, dtype=first.dtype)
             if name == "backward":  # whose recomputations are Python too
+                options = {"allow_unreachable": True, "accumulate_grad": True}
                 with self:
-                    return torch.autograd.graph._engine_run_backward(
-                        (first,),
-                        (torch.ones_like(first),),
-                        False,
-                        False,
-                        (),
-                        allow_unreachable=True,
-                        accumulate_grad=True,
-                    )
+                    run = torch.autograd.graph._engine_run_backward
+                    return run((first,), (torch.ones_like(first),), False, False, (), **options)
             if (name == "nonzero" or (name == "where" and len(args) == 1)) and on_gpu(first):
                 self.note(name)
                 with unset_fake_temporarily():
                     places = torch.ones(first.shape).nonzero(as_tuple=name == "where" or bool(kwargs.get("as_tuple")))
-                faked = [mode.from_tensor(each).to(gpu) for each in (places if isinstance(places, tuple) else [places])]
-                return tuple(faked) if isinstance(places, tuple) else faked[0]
+                return tree_map(lambda place: mode.from_tensor(place).to(gpu), places)
             if name == "copy_" and involved and not on_gpu(first):
                 if not kwargs.get("non_blocking"):
                     self.note(name)
@@ -156,8 +132,7 @@ def fake_gpu() -> Iterator[Any]:
             if name == "to" and target and not involved and isinstance(first, torch.Tensor):
                 if not kwargs.get("non_blocking"):
                     self.note(name)
-                types_ = [each for each in leaves if isinstance(each, torch.dtype)]
-                return mode.from_tensor(first).to(gpu, *types_)
+                return mode.from_tensor(first).to(gpu, *(leaf for leaf in leaves if isinstance(leaf, torch.dtype)))
             if target and function in (torch.tensor, torch.as_tensor):
                 self.note(name)
             if not involved and not target:
@@ -173,13 +148,9 @@ def fake_gpu() -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        hardware: dict[str, Any] = {
-            "is_bf16_supported": lambda *_, **__: True,
-            "Event": Event,
-            "get_rng_state": lambda *_: None,
-            "set_rng_state": lambda *_: None,
-            "get_device_capability": lambda *_: (9, 0),
-        }
+        hardware: dict[str, Any] = {"is_bf16_supported": lambda *_, **__: True, "Event": Mock}
+        hardware |= {"get_rng_state": lambda *_: None, "set_rng_state": lambda *_: None}
+        hardware |= {"get_device_capability": lambda *_: (9, 0)}
         for name, value in hardware.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))

@@ -42,23 +42,13 @@ from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
 
-GPU = torch.device("cuda", 0)
-ROWS = 8
-WORKERS = Communicator(rank=1, size=4)
-
-
-CLIPS = {
-    "images": (lambda count: image_rows([(341, 256)] * count), ClipCollator(SupconConfig(), FrontendConfig(), 0)),
-    "audio": (
-        lambda count: clip_rows([30 + 120 * number for number in range(count)], mels=128),
-        ClipCollator(
-            SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192)),
-            FrontendConfig(patch_size=(24, 24), positions=False),
-            0,
-        ),
-    ),
+GPU, ROWS, WORKERS = torch.device("cuda", 0), 8, Communicator(rank=1, size=4)
+MASKS, PATCHES = MaskConfig(freq_mask=48, time_mask=192), FrontendConfig(patch_size=(24, 24), positions=False)
+COLLATORS = {
+    "images": ClipCollator(SupconConfig(), FrontendConfig(), 0),
+    "audio": ClipCollator(SupconConfig(masks=MASKS), PATCHES, 0),
 }
-"""Rows of images of 341 x 256 pixels or of sounds, and the collator of VisualCSE or AudioCSE."""
+"""Those of VisualCSE and AudioCSE."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +58,14 @@ class ClipWorkload(Workload):
     content: str = "images"
 
     def batch(self, first: int, count: int) -> RankBatch:
-        """A batch of made-up images, or of sounds from 0.3 s on, each 1.2 s longer."""
-        rows, collator = CLIPS[self.content]
-        return collator.collate(rows(count), np.full(count, first))
+        """A batch of made-up images of 341 x 256 pixels, or of sounds from 0.3 s on, each 1.2 s longer."""
+        images = self.content == "images"
+        rows = image_rows([(341, 256)] * count) if images else clip_rows([30 + 120 * n for n in range(count)], mels=128)
+        return COLLATORS[self.content].collate(rows, np.full(count, first))
 
     def frontend(self) -> Frontend:
         """The frontend, with weights drawn from the seed; a sound has places for 1,024 frames."""
-        config = CLIPS[self.content][1].frontend
+        config = COLLATORS[self.content].frontend
         high, wide = config.patch_size
         shape, normal = (high * wide, (1024 // high) * (128 // wide)), (0.0, 1.0)
         if self.content == "images":
@@ -103,16 +94,9 @@ class Case:
 
 def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **objective: Any) -> Workload:
     """DeCLUTR on documents."""
-    return Workload(
-        "tiny",
-        SpanConfig(min_tokens=16, max_tokens=64),
-        0,
-        objective=DeclutrConfig(**objective),
-        dropout=0.1,
-        attention_dropout=attention,
-        pooling=pooling,
-        autocast=torch.bfloat16 if half else None,
-    )
+    settings = {"pooling": pooling, "autocast": torch.bfloat16 if half else None, "dropout": 0.1}
+    settings |= {"attention_dropout": attention, "objective": DeclutrConfig(**objective)}
+    return Workload("tiny", SpanConfig(min_tokens=16, max_tokens=64), 0, **settings)
 
 
 ARGUMENTS = argparse.Namespace(model="tiny", spans=[16, 64], seed=0), "cpu", "bf16"
@@ -120,8 +104,7 @@ ARGUMENTS = argparse.Namespace(model="tiny", spans=[16, 64], seed=0), "cpu", "bf
 
 def texts(kind: str) -> Workload:
     """SimCSE, SCD or SCL, with dropped attention weights as in their papers."""
-    settings = {"dropout": 0.1, "attention_dropout": 0.1, "pooling": "cls"}
-    return Workload.of(*ARGUMENTS, objective=OBJECTIVES[kind], **settings)
+    return Workload.of(*ARGUMENTS, objective=OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls")
 
 
 def clips(content: Any) -> ClipWorkload:
@@ -130,13 +113,13 @@ def clips(content: Any) -> ClipWorkload:
     return ClipWorkload.of(*ARGUMENTS, objective=SupconConfig(), content=content, **settings)
 
 
+BY_NAME = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
+EXACT = replace(WORKERS, deterministic=True)
 CASES = {
-    "declutr": Case((spans(),)),
-    "declutr, attention dropout": Case((spans(attention=0.1),)),
+    "declutr": Case((spans(),)), "declutr, attention dropout": Case((spans(attention=0.1),)),
     "declutr, attention dropout in groups": Case((spans(attention=0.1),), kernel=False),
     "declutr, float32 in groups": Case((spans(half=False),), kernel=False),
-    "declutr, cls": Case((spans(pooling="cls"),)),
-    "declutr, microbatches": Case((spans(),), tokens=200),
+    "declutr, cls": Case((spans(pooling="cls"),)), "declutr, microbatches": Case((spans(),), tokens=200),
     "declutr, microbatches, attention dropout": Case((spans(attention=0.1),), tokens=200),
     "declutr, mlm alone": Case((spans(terms="mlm"),)),
     "declutr, mlm alone, microbatches": Case((spans(terms="mlm"),), tokens=200),
@@ -144,30 +127,24 @@ CASES = {
     "declutr, unmasked anchors": Case((spans(contrast_unmasked_anchors=True),)),
     "declutr, no bias correction": Case((spans(),), optim=OptimConfig(bias_correction=False)),
     "declutr, queue": Case((spans(queue_size=64),), late=False),
-    "declutr, a loss by name": Case(
-        (spans(loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}),), late=False
-    ),
+    "declutr, a loss by name": Case((spans(loss=BY_NAME),), late=False),
     **{kind: Case((texts(kind),)) for kind in OBJECTIVES},
     **{f"{kind}, in groups": Case((texts(kind),), kernel=False) for kind in OBJECTIVES},
     **{f"{kind}, microbatches": Case((texts(kind),), tokens=100) for kind in OBJECTIVES},
     **{content: Case((clips(content),)) for content in ("images", "audio")},
     **{f"{content}, microbatches": Case((clips(content),), tokens=500) for content in ("images", "audio")},
-    "simcse and images": Case((texts("simcse"), clips("images"))),
-    "4 workers": Case((spans(),), comm=WORKERS),
+    "simcse and images": Case((texts("simcse"), clips("images"))), "4 workers": Case((spans(),), comm=WORKERS),
     "4 workers, overlapped": Case((spans(),), comm=WORKERS, reduce="overlapped"),
     "4 workers, overlapped, microbatches": Case((spans(),), comm=WORKERS, reduce="overlapped", tokens=200),
     "4 workers, overlapped in bfloat16": Case((spans(),), comm=WORKERS, reduce="overlapped", compressed=torch.bfloat16),
-    "4 workers, deterministic": Case(
-        (spans(),), comm=replace(WORKERS, deterministic=True), reduce="deterministic", late=False
-    ),
+    "4 workers, deterministic": Case((spans(),), comm=EXACT, reduce="deterministic", late=False),
     "4 workers, share": Case((spans(),), comm=WORKERS, shared_rows=1),
     **{f"4 workers, {kind}, share": Case((texts(kind),), comm=WORKERS, shared_rows=1) for kind in OBJECTIVES},
     "4 workers, images, share": Case((clips("images"),), comm=WORKERS, shared_rows=1),
-}
+}  # fmt: skip
 
 
 def train_step(case: Case, gpu: Any) -> TrainStep:
-    """The train step, with everything on the GPU."""
     first = case.workloads[0]
     encoder = gpu.moved(first.encoder())
     dropping = importlib.import_module("declutr.trainer.model.span_attention").attend_spans
@@ -210,27 +187,22 @@ def result(case: Case) -> dict[str, Any]:
     batches = [workload.batch(0, ROWS) for workload in case.workloads]
     with fakegpu.fake_gpu() as gpu:
         try:
-            made = train_step(case, gpu)
-            given = {task.name: batch.to(GPU) for task, batch in zip(made.tasks, batches, strict=True)}
+            runner = train_step(case, gpu)
+            inputs = {task.name: batch.to(GPU) for task, batch in zip(runner.tasks, batches, strict=True)}
             for step in (1, 2):
                 gpu.waits.clear()
-                pending = made.begin(given, step)
+                pending = runner.begin(inputs, step)
             waits = sorted(gpu.waits)
             pending.read()
         except Exception as error:  # noqa: BLE001 - the test shows it
             return {"error": f"{type(error).__name__}: {error}"[:500], "waits": sorted(gpu.waits)}
-        gradients = sum(each.grad is not None for each in made.encoder.parameters())
-    return {"waits": waits, "gradients": gradients, "parameters": len(list(made.encoder.parameters()))}
-
-
-def main() -> None:
-    """Takes every case."""
-    assert SIZES["tiny"]["num_hidden_layers"] == 2
-    dist.init_process_group("fake", store=FakeStore(), rank=WORKERS.rank, world_size=WORKERS.size)
-    with equal_workers():
-        found = {name: result(case) for name, case in CASES.items() if len(sys.argv) < 3 or name in sys.argv[2:]}
-    sys.stdout.write(json.dumps(found))
+        gradients = sum(parameter.grad is not None for parameter in runner.encoder.parameters())
+    return {"waits": waits, "gradients": gradients}
 
 
 if __name__ == "__main__":
-    main()
+    assert SIZES["tiny"]["num_hidden_layers"] == 2
+    dist.init_process_group("fake", store=FakeStore(), rank=WORKERS.rank, world_size=WORKERS.size)
+    with equal_workers():
+        results = {name: result(case) for name, case in CASES.items() if len(sys.argv) < 3 or name in sys.argv[2:]}
+    sys.stdout.write(json.dumps(results))

@@ -5,25 +5,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT, run_python
 
 pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 # SCL's number of anchors is a result of labels on the GPU, a loss of another package looks for pairs, and sums that do
 # not depend on the number of workers are checked for overflow. Nothing else may wait.
-WAITS = {
-    "scl": "nonzero",
-    "scl, in groups": "nonzero",
-    "scl, microbatches": "nonzero",
-    "4 workers, scl, share": "nonzero",
-    "declutr, a loss by name": "where",
-    "4 workers, deterministic": "__int__",
-}
+WAITS = dict.fromkeys(("scl", "scl, in groups", "scl, microbatches", "4 workers, scl, share"), "nonzero")
+WAITS |= {"declutr, a loss by name": "where", "4 workers, deterministic": "__int__"}
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +30,11 @@ def found(tmp_path_factory):
     [torch_] = importlib.util.find_spec("torch").submodule_search_locations
     includes = [f"-I{torch_}/include", f"-I{torch_}/include/torch/csrc/api/include"]
     library = tmp_path_factory.mktemp("guard") / "guard.so"
-    subprocess.run(
-        [compiler, "-std=c++20", "-shared", "-fPIC", *includes, HERE / "guard.cpp", "-o", library], check=True
-    )
+    options = ["-std=c++20", "-shared", "-fPIC", *includes]
+    subprocess.run([compiler, *options, HERE / "guard.cpp", "-o", library], check=True)
     paths = os.pathsep.join(map(str, (HERE, ROOT / "tests/support", ROOT)))
-    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "steps.py", library]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = {"PYTHONPATH": paths, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    return json.loads(run_python(HERE / "steps.py", library, env=variables).stdout.splitlines()[-1])
 
 
 def test_no_step_mixes_devices(found):

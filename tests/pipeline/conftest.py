@@ -51,7 +51,6 @@ def make_texts(tmp_path: Path):
 
 @pytest.fixture
 def make_media(tmp_path: Path):
-    """Settings for files of images or audio."""
     return lambda content, *paths, **changes: settings(tmp_path, {"content": content}, paths, changes)
 
 
@@ -68,7 +67,6 @@ def write_config(tmp_path: Path):
 
 @pytest.fixture
 def prepare_units(output):
-    """Prepares texts: the manifest, the ledger and the folder."""
     folder, tokenizer = output
     return lambda config: (*prepare_here(config, folder, tokenizer), folder)
 

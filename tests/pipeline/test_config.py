@@ -30,22 +30,8 @@ def corpus(tmp_path):
     return path
 
 
-def test_missing_inputs_tokenizer_and_a_foreign_output_are_reported_together(
-    tmp_path, make_config, corpus, monkeypatch
-):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    missing = {"kind": "pretrained", "name": str(tmp_path / "no-tokenizer")}
-    lines = problems(make_config(tmp_path / "no-1.txt", tmp_path / "no-2.jsonl", corpus, tokenizer=missing))
-    for name, problem in zip(("no-1.txt", "no-2.jsonl", "no-tokenizer"), lines, strict=True):
-        assert name in problem
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.doc").write_text("years of work")
-    (problem,) = problems(make_config(corpus))
-    says(problem, "`prepare`", "files")
-
-
-def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
-    make_config, write_config, tmp_path, capsys, corpus
+def test_problems_write_nothing_and_print_config_shows_all(
+    tmp_path, make_config, write_config, corpus, monkeypatch, capsys
 ):
     assert main([write_config(make_config(tmp_path / "no.txt"))]) == 1
     assert "no.txt" in capsys.readouterr().err
@@ -55,6 +41,13 @@ def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
     assert yaml.safe_load(shown)["seed"] == 7
     meaning = " ".join(line.removeprefix("# ") for line in shown.partition("\noutput: ")[0].splitlines())
     assert meaning.endswith(" ".join(str(PipelineConfig.model_fields["output"].description).split()))
+    # Missing inputs and a missing tokenizer are reported together.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = {"kind": "pretrained", "name": str(tmp_path / "no-tokenizer")}
+    lines = problems(make_config(tmp_path / "no-1.txt", tmp_path / "no-2.jsonl", corpus, tokenizer=missing))
+    assert all(name in line for name, line in zip(("no-1.txt", "no-2.jsonl", "no-tokenizer"), lines, strict=True))
+    spread(tmp_path / "out", {"thesis.doc": b"years of work"})
+    says(*problems(make_config(corpus)), "`prepare`", "files")
 
 
 def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
@@ -69,53 +62,39 @@ def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
     says(seed, "seed", "here 1", "there 0")
 
 
-def test_unit_size_grows_only_with_a_corpus_of_too_many_units(make_config, corpus):
+def test_unit_size_grows_only_with_a_corpus_of_too_many_units_and_the_sample_is_even_over_units(make_config, corpus):
     config = make_config(corpus)
     assert config.unit_mib is None
     assert config_hash(config) == config_hash(config.model_copy(update={"unit_mib": 32.0})), "shards keep their bytes"
     many, _ = plan_units(config.corpus, 0.0004)
-    for setting, max_units, size, number in (
-        (None, len(many), 0.0004, len(many)),
-        (None, len(many) - 1, 1.0, 1),  # whole MiB
-        (0.0004, 3, 0.0004, len(many)),
-    ):
+    number = len(many)
+    cases = (None, number, 0.0004, number), (None, number - 1, 1.0, 1), (0.0004, 3, 0.0004, number)  # whole MiB
+    for setting, max_units, size, number in cases:
         mib, units, unreadable = fit_units(config.corpus, setting, least_mib=0.0004, most_units=max_units)
         assert (mib, len(units), unreadable) == (size, number, [])
     assert fit_units(config.corpus, None)[1] == plan_units(config.corpus, 32.0)[0]
-
-
-def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config, corpus):
     config = make_config(corpus, unit_mib=0.002)
     units, _ = plan_units(config.corpus, config.unit_mib)
     assert [unit.name for unit in units] == [f"{number:05d}" for number in range(len(units))]
     assert sum(unit.num_bytes for unit in units) == corpus.stat().st_size
-    assert len(units) > 4
-    sample = list(sample_texts(units, config.corpus, config.content, config.seed, 0.004))
-    assert sample == list(sample_texts(units, config.corpus, config.content, config.seed, 0.004))
+    args = units, config.corpus, config.content, config.seed
+    sample = list(sample_texts(*args, 0.004))
+    assert sample == list(sample_texts(*args, 0.004))
     assert 4000 < sum(map(len, sample)) < 4000 + 500 * len(units)
-    assert len(set(sample)) == len(sample) >= len(units)
-    assert len(list(sample_texts(units, config.corpus, config.content, config.seed, 100))) == 30
+    assert len(set(sample)) == len(sample) >= len(units) > 4
+    assert len(list(sample_texts(*args, 100))) == 30
+
+
+OUTPUTS = [("s3://bucket", ("folder", "bucket")), ("s3://", ("folder", "bucket"))]
+OUTPUTS += [("s3://key:secret@bucket/x", "credentials"), ("http://127.0.0.1:1/x", "nothing can be")]
+OUTPUTS += [("s3://bucket/x?endpoint_override=http://127.0.0.1:1", ("nothing can be", "answered"))]
+OUTPUTS += [("nothing://bucket/x", ("nothing can be", "Protocol not known"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [
-        ("s3://bucket", ("folder", "bucket")),
-        ("s3://", ("folder", "bucket")),
-        ("s3://key:secret@bucket/x", "credentials"),
-        ("s3://bucket/x?endpoint_override=http://127.0.0.1:1", ("nothing can be", "answered")),
-        ("nothing://bucket/x", ("nothing can be", "Protocol not known")),
-        ("http://127.0.0.1:1/x", "nothing can be"),
-    ],
-)
+@pytest.mark.parametrize(("output", "words"), OUTPUTS)
 def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_config, corpus, output, words):
     says(problems(make_config(corpus, output=output, storage_retry_seconds=0)), words)
-
-
-def test_an_address_inside_an_input_is_refused():
-    (problem,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/", "s3://bucket/i", "here"])
-    says(problem, "input 's3://bucket/in/'")
 
 
 PATTERNS = ["**/*.jsonl", "*.jsonl", "*/*.jsonl", "*/*.arrow", "**/*.txt", "**/*", "*/*", "*", "**/o?t/**/*.gz"]
@@ -135,8 +114,9 @@ def test_an_output_whose_files_a_pattern_would_find_is_refused(tmp_path, output)
         assert not output_place_problems(str(tmp_path / output), inputs, excludes=True)
     (tmp_path / output / "manifest.json").touch()
     assert not output_place_problems(str(tmp_path / output), [f"{tmp_path}/**/*.json"]), "nothing is written then"
-    (problem,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/**", "s3://bucket/in/*.arrow"])
-    says(problem, "input 's3://bucket/in/**'")
+    for others in (["s3://bucket/in/**", "s3://bucket/in/*.arrow"], ["s3://bucket/in/", "s3://bucket/i", "here"]):
+        (problem,) = output_place_problems("s3://bucket/in/out/?region=x", others)
+        says(problem, f"input {others[0]!r}")
 
 
 TOKENIZER = {"kind": "train", "vocab_size": 300}
@@ -144,19 +124,22 @@ FILES = {"kind": "files", "paths": ["a.jsonl"]}
 
 
 def valid(content, **changes):
-    """Settings of a kind of content, without a tokenizer for images and audio."""
     kind = content if isinstance(content, str) else content["kind"]
     own = {} if kind in ("images", "audio") else {"tokenizer": TOKENIZER}
     return PipelineConfig.model_validate({"output": "out", "corpus": FILES, "content": content} | own | changes)
 
 
-def test_no_tokenizer_is_needed_for_media_and_texts_still_need_one(tmp_path):
+def test_a_kind_alone_is_a_section_documents_are_the_default_and_media_need_no_tokenizer(tmp_path):
+    for kind in ("documents", "pairs"):
+        assert (valid(kind), config_hash(valid(kind))) == (valid({"kind": kind}), config_hash(valid({"kind": kind})))
+    plain = PipelineConfig.model_validate({"output": "out", "corpus": FILES, "tokenizer": TOKENIZER})
+    assert identity(valid("documents")) == identity(plain)
+    assert identity(valid("pairs"))["content"]["premise"] == "premise"
+    assert not {"geometry", "short_documents"} & identity(valid("pairs")).keys()
     config = valid("images")
     assert config.tokenizer is None
-    assert identity(config).keys() == {
-        "corpus", "content", "duplicates", "write_rejected", "validation_fraction", "unit_mib", "record_batch_rows",
-        "seed",
-    }  # fmt: skip
+    keys = {"corpus", "content", "duplicates", "write_rejected", "validation_fraction", "unit_mib", "seed"}
+    assert identity(config).keys() == keys | {"record_batch_rows"}
     for content in ("documents", "sentences", "pairs"):
         with pytest.raises(ValidationError, match=r"tokenizer\n  Field required"):
             PipelineConfig.model_validate({"output": "out", "corpus": FILES, "content": content})
@@ -164,16 +147,6 @@ def test_no_tokenizer_is_needed_for_media_and_texts_still_need_one(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(str(tmp_path / "c.yaml"), "prepare", PipelineConfig)
     assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["tokenizer:", "seed"]
-
-
-def test_a_kind_alone_is_a_section_and_documents_are_the_default():
-    for kind in ("documents", "pairs"):
-        assert valid(kind) == valid({"kind": kind})
-        assert config_hash(valid(kind)) == config_hash(valid({"kind": kind}))
-    plain = PipelineConfig.model_validate({"output": "out", "corpus": FILES, "tokenizer": TOKENIZER})
-    assert identity(valid("documents")) == identity(plain)
-    assert identity(valid("pairs"))["content"]["premise"] == "premise"
-    assert not {"geometry", "short_documents"} & identity(valid("pairs")).keys()
 
 
 @pytest.mark.parametrize(
@@ -244,8 +217,8 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
     else:
         files = {f"a/{n}.wav": sound(tone(8.0, 8000, n % 20), 8000) for n in range(200)}
         files["a/long.flac"] = sound(tone(600.0, 8000), 8000, format="FLAC")
-    values = values_of(spread(tmp_path / "in", files), tmp_path / "out", content=kind, unit_mib=1024)
-    values |= {"duplicates": {"exact": False}, "record_batch_rows": 1000}
+    settings = {"content": kind, "unit_mib": 1024, "duplicates": {"exact": False}, "record_batch_rows": 1000}
+    values = values_of(spread(tmp_path / "in", files), tmp_path / "out", **settings)
     counts, before, peak, modules = json.loads(run_python("-c", PREPARE, json.dumps(values)).stdout)
     assert counts["kept"] == len(files)
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.arrow")) > 70 << 20
@@ -255,18 +228,17 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
 
 def test_all_problems_are_told_at_once(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(
-        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}"
-    )
+    path.write_text(json.dumps({"prepare": {"output": "o", "corpus": FILES, "tokenizer": TOKENIZER}}))
+
+    def load(*overrides):
+        return load_config(str(path), "prepare", PipelineConfig, overrides)
+
     with pytest.raises(ConfigError) as error:
-        load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "filters.c4={}"])
+        load("content=pairs", "geometry.num_anchors=3", "filters.c4={}")
     assert len(error.value.problems) == 2
-    for setting, words in (
-        ("content=sentence", "documents, sentences, pairs, triples"),
-        ("content={kind: pairs, required_labels: [entails]}", "content.required_labels.0"),
-        ("content={kind: sentences, language: English}", "content.language"),
-    ):
+    contents = {"sentence": "documents, sentences, pairs, triples"}
+    contents |= {"{kind: pairs, required_labels: [entails]}": "content.required_labels.0"}
+    for content, words in (contents | {"{kind: sentences, language: English}": "content.language"}).items():
         with pytest.raises(ConfigError, match=all_of(words)):
-            load_config(str(path), "prepare", PipelineConfig, [setting])
-    config = load_config(str(path), "prepare", PipelineConfig, ["content.kind=pairs", "content.premise=sentence1"])
-    assert config.content.premise == "sentence1"
+            load(f"content={content}")
+    assert load("content.kind=pairs", "content.premise=sentence1").content.premise == "sentence1"

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from corpora import COMPRESSORS, files, outcomes, read_all, tar
+from mediafiles import spread
 from messages import all_of, says
 from preparing import make_pair, rows_of, write_jsonl
 from shardfolders import poke, spoil, write
@@ -16,7 +17,6 @@ from declutr.common.errors import ShardError
 from declutr.pipeline.job.outcome import losses_hint, too_many_failed
 from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
-from declutr.pipeline.readers.tables import MAX_FIELD_BYTES
 from declutr.pipeline.shards.ledger import Losses, sum_losses
 from declutr.pipeline.shards.manifest import Counts
 from declutr.pipeline.shards.shards import ShardSet, check_shards
@@ -41,12 +41,11 @@ def swap(column, make):
     return change
 
 
-def without_first(column):
-    return pa.array([None, *column.to_pylist()[1:]], column.type)
-
-
-def without_tokens(column):
-    return pa.array([[None, *row[1:]] for row in column.to_pylist()], column.type)
+def nulls(column):
+    """The column with its first value, or that of each of its lists, left out."""
+    rows = column.to_pylist()
+    rows = [[None, *row[1:]] for row in rows] if pa.types.is_list(column.type) else [None, *rows[1:]]
+    return pa.array(rows, column.type)
 
 
 DAMAGE = {
@@ -62,31 +61,23 @@ DAMAGE = {
     "more tokens said than there are": (poke("num_tokens", NUMBERS, {0: 900}), "num_tokens = 900, but it has 14"),
     "fewer tokens said than there are": (poke("num_tokens", NUMBERS, {0: 9}), "num_tokens = 9, but it has 14"),
     "a token beyond the vocabulary": (poke("tokens", VALUES, {16: 1000}), "document 1: token id 1000 is beyond"),
-    "no number of tokens": (swap("num_tokens", without_first), "num_tokens holds nulls"),
-    "no token": (swap("tokens", without_tokens), "tokens holds nulls"),
+    "no number of tokens": (swap("num_tokens", nulls), "num_tokens holds nulls"),
+    "no token": (swap("tokens", nulls), "tokens holds nulls"),
     "tokens of another type": (swap("tokens", lambda column: column.cast(pa.list_(pa.float32()))), "tokens holds list"),
     "a column that is missing": (swap("windows", None), "columns are id, tokens, num_tokens"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_hostile_shard_is_named_by_check_and_reader(tmp_path, name):
+def test_hostile_shard_is_named_by_check_and_reader_and_the_other_shards_can_be_read(tmp_path, name):
     change, words = DAMAGE[name]
     folder = write(tmp_path / "out")
     spoil(folder, change)
-    (problem,) = check_shards(folder, full=True)
-    says(problem, "train-00001.arrow", words)
+    says(*check_shards(folder, full=True), "train-00001.arrow", words)
+    rows = [0, 18, 56, *([24] if name == "tokens beyond the data" else [])]  # other shards, and the batch behind it
+    assert ShardSet(folder, "train").take(np.array(rows)).num_rows == len(rows)
     with pytest.raises(ShardError, match=all_of("train-00001.arrow", words)):
         ShardSet(folder, "train").take(np.arange(57)[::-1])
-
-
-def test_the_other_shards_can_be_read(tmp_path):
-    folder = write(tmp_path / "out")
-    spoil(folder, DAMAGE["tokens beyond the data"][0])
-    shards = ShardSet(folder, "train")
-    assert shards.take(np.array([0, 18, 24, 56])).num_rows == 4
-    with pytest.raises(ShardError, match=all_of("train-00001.arrow", "document 0")):
-        shards.take(np.array([0, 19]))
 
 
 def tar_with(change=bytes):
@@ -131,20 +122,14 @@ def nested(make, depth=8):
 
 
 WIDE = "wide".encode("utf-16-le").decode("latin-1")
-JSON_LINES = {
-    b'{"text": "good"}': "good",
-    b'{"text": "\xff"}': "invalid_utf8",
-    b"{not json": "invalid_json",
-    b'{"body": "x"}': "no_text_field",
-    b'{"text": 3}': "no_text_field",
-    b'["text"]': "no_text_field",
-    b'{"text": "\\ud800"}': "invalid_utf8",
-    b"[" * 100_000: "invalid_json",
-    json.dumps({"text": WIDE}).encode(): "nul_bytes",
-    json.dumps({"text": "one \0 in a long text"}).encode(): "nul_bytes",
-    # a number that Python would refuse to turn into an int is JSON all the same
-    b'{"text": "last", "other": ' + b"9" * 5000 + b"}": "last",
+BAD_LINES = {
+    "invalid_utf8": [b'{"text": "\xff"}', b'{"text": "\\ud800"}'],
+    "invalid_json": [b"{not json", b"[" * 100_000],
+    "no_text_field": [b'{"body": "x"}', b'{"text": 3}', b'["text"]'],
+    "nul_bytes": [json.dumps({"text": text}).encode() for text in (WIDE, "one \0 in a long text")],
 }
+JSON_LINES = {b'{"text": "good"}': "good"} | {line: reason for reason, lines in BAD_LINES.items() for line in lines}
+JSON_LINES[b'{"text": "last", "other": ' + b"9" * 5000 + b"}"] = "last"  # a number that Python would refuse is JSON
 CSV = b'id,text\n1,a\n2\n3,"b\nc"\n4,caf\xe9\n\n5,d\r\r6,e\n7,"never closed\n8,f\n'
 UTF_16 = b"\xff\xfe" + "good\n??\nlast".encode("utf-16-le")
 ZSTD = COMPRESSORS["zst"](b"a\nb\n")
@@ -174,8 +159,7 @@ DOCUMENTS = {
     "a negative size": ("tar", tar_with(set_size(b"\xff" * 12)), LOST[:2]),
     "a size of 30 digits": ("tar", pax(size="9" * 30), LOST[:2]),
     "a size of 5,000 digits": ("tar", pax(size="9" * 5000), LOST[:2]),
-    "a size of 19 digits": ("tar", pax(size="9" * 19), LOST[:2]),
-    "an exbibyte": ("tar", pax(size=str(1 << 60)), LOST),
+    "a size of 19 digits": ("tar", pax(size="9" * 19), LOST[:2]), "an exbibyte": ("tar", pax(size=str(1 << 60)), LOST),
     "a negative size in an extended header": ("tar", pax(size="-5"), LOST[:2]),
     "a file with holes": ("tar", pax(GNU_sparse_major="1", GNU_sparse_realsize="9"), ["first", "not_a_file"]),
     "archives one behind the other": ("tar", b"".join(TWO_TARS), ["a", "b", "c"]),
@@ -204,18 +188,15 @@ DOCUMENTS = {
     "skippable frames": ("txt", frame(0) + ZSTD + frame(7) + ZSTD + frame(15), ["a", "b"] * 2),
     "compressed one behind the other": ("txt", COMPRESSORS["gz"](b"a\n") + COMPRESSORS["gz"](b"b\n"), ["a", "b"]),
     "compression in compression": ("txt.gz", nested(COMPRESSORS["gz"]), ["too_deep"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("packed", [None, *COMPRESSORS])
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_a_damaged_file_holds_is_read_and_the_rest_is_counted(tmp_path, name, packed):
     suffix, data, expected = DOCUMENTS[name]
-    path = tmp_path / f"a.{suffix}"
-    path.write_bytes(data)
-    if packed and data:
-        path = path.rename(f"{path}.{packed}")
-        path.write_bytes(COMPRESSORS[packed](data))
+    path = tmp_path / (f"a.{suffix}.{packed}" if packed and data else f"a.{suffix}")
+    path.write_bytes(COMPRESSORS[packed](data) if packed and data else data)
     corpus = files(path, max_document_mib=1021 / 2**20 if "long" in name else 16)
     for unit_mib in (64.0, 0.0001):
         records = read_all(corpus, unit_mib)
@@ -224,73 +205,47 @@ def test_what_a_damaged_file_holds_is_read_and_the_rest_is_counted(tmp_path, nam
             assert [record.offset for record in records] == [data.index(line) for line in JSON_LINES]
 
 
-def test_a_line_of_csv_that_is_too_long_is_lost_alone(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"text\nfirst\n" + b"x" * (MAX_FIELD_BYTES + 10) + b"\nlast\n")
-    assert [outcome for _, outcome in outcomes(read_all(files(tmp_path)))] == ["first", "too_large", "last"]
-
-
 HEADER = b"premise,hypothesis,label\n"
-LEFT_OUT = [
-    (make_pair("", "b", 0), "empty_premise"),
-    (make_pair(" \n", "b", 0), "empty_premise"),
-    (make_pair("a", None, 0), "empty_hypothesis"),
-    (make_pair("a", "b", "maybe"), "unknown_label"),
-    (make_pair("a", "b", 3), "unknown_label"),
-    (make_pair("a", "b", None), "unknown_label"),
-    (make_pair("a", "b", 0.5), "not_text"),
-    (make_pair("a", "b", False), "not_text"),
-    (make_pair("a", "b", ["entailment"]), "not_text"),
-    (make_pair("a", {"text": "b"}, 0), "not_text"),
-    (make_pair(12, "b", 0), "not_text"),
-    (make_pair("a\0\0\0", "b", 0), "nul_bytes"),
-    (make_pair("x" * 2**21, "b", 0), "too_large"),
-    (b"[1, 2]", "no_text_field"),
-    (b'{"premise": "a", ', "invalid_json"),
-    (b'{"premise": "\xff", "hypothesis": "b", "label": 0}', "invalid_utf8"),
-    (rb'{"premise": "\ud800", "hypothesis": "b", "label": 0}', "invalid_utf8"),
-    (b"  ", "empty"),
-    (b'{"premise": ' + b"[" * 100_000, "invalid_json"),
-    (b'{"sentence1": "a", "hypothesis": "b", "label": 0}', "missing_key"),
-    (HEADER + b'a,b,0\n"a,c,2\n', "invalid_csv"),
-    (HEADER + b"a,b,0\na\n", "invalid_csv"),
-    (HEADER + b"a,b,0\na,c,2,extra\n", "invalid_csv"),
-    (HEADER + b"\na,b,0\n", "empty"),
-    (HEADER + b"a\0,b,0\na,b,0\n", "nul_bytes"),
-    (HEADER + b"a" * (2**26 + 1) + b",b,0\na,b,0\n", "too_large"),
-    (b"premise,premise,hypothesis,label\na,x,b,0\n", "missing_key"),
-    (b"premise,hypothesis\na,b\n", "missing_key"),
-    (b"premise,hypothesis", "missing_key"),
-]
+BAD_PAIRS = {
+    "empty_premise": [make_pair("", "b", 0), make_pair(" \n", "b", 0)], "empty_hypothesis": [make_pair("a", None, 0)],
+    "unknown_label": [make_pair("a", "b", label) for label in ("maybe", 3, None)],
+    "not_text": [*(make_pair("a", "b", label) for label in (0.5, False, ["entailment"])), make_pair(12, "b", 0)],
+    "nul_bytes": [make_pair("a\0\0\0", "b", 0), HEADER + b"a\0,b,0\na,b,0\n"],
+    "too_large": [make_pair("x" * 2**21, "b", 0), HEADER + b"a" * (2**26 + 1) + b",b,0\na,b,0\n"],
+    "no_text_field": [b"[1, 2]"], "invalid_json": [b'{"premise": "a", ', b'{"premise": ' + b"[" * 100_000],
+    "invalid_utf8": [b'{"premise": "%s", "hypothesis": "b", "label": 0}' % text for text in (b"\xff", rb"\ud800")],
+    "empty": [b"  ", HEADER + b"\na,b,0\n"],
+    "invalid_csv": [HEADER + b"a,b,0\n" + line for line in (b'"a,c,2\n', b"a\n", b"a,c,2,extra\n")],
+    "missing_key": [b'{"sentence1": "a", "hypothesis": "b", "label": 0}', b"premise,hypothesis\na,b\n"],
+}  # fmt: skip
+BAD_PAIRS["not_text"] += [make_pair("a", {"text": "b"}, 0)]
+BAD_PAIRS["missing_key"] += [b"premise,premise,hypothesis,label\na,x,b,0\n", b"premise,hypothesis"]
+LEFT_OUT = [(row, reason) for reason, rows in BAD_PAIRS.items() for row in rows]
 
 
 @pytest.mark.parametrize("number", range(len(LEFT_OUT)))
 def test_a_damaged_pair_affects_only_itself(number, tmp_path, make_texts):
     bad, reason = LEFT_OUT[number]
-    path, good = tmp_path / "a.csv", ("a", "b")
-    if isinstance(bad, dict) or not bad.startswith(b"premise"):
-        path, good = tmp_path / "a.jsonl", ("a", "b", "c")
-        write_jsonl(path, make_pair("a", "b", 0), bad, make_pair("a", "c", 2))
-    else:
-        path.write_bytes(bad)
+    is_csv = isinstance(bad, bytes) and bad.startswith(b"premise")
+    path, good = (tmp_path / "a.csv", ("a", "b")) if is_csv else (tmp_path / "a.jsonl", ("a", "b", "c"))
+    write_jsonl(path, *([bad] if is_csv else [make_pair("a", "b", 0), bad, make_pair("a", "c", 2)]))
     corpus = {"kind": "files", "paths": [str(path)], "max_document_mib": 1}
     records = rows_of(make_texts("pairs", path, corpus=corpus))
     (left,) = [record for record in records if not isinstance(record, TextRow)]
-    assert left.reason == reason
-    is_lost = path.suffix == ".csv" and reason == "missing_key"
+    is_lost = is_csv and reason == "missing_key"
     assert [record.texts for record in records if isinstance(record, TextRow)] == ([] if is_lost else [good])
-    if path.suffix == ".jsonl":
-        assert left.offset == path.read_bytes().index(b"\n") + 1
+    assert left.reason == reason
+    assert is_csv or left.offset == path.read_bytes().index(b"\n") + 1
     if isinstance(bad, dict) and bad["label"] is False:
         assert "is false, not text" in left.message
     if reason == "unknown_label":
-        assert repr(bad["label"]) in left.message
-        says(left.message, "entailment, neutral, contradiction, 0, 1, 2")
+        says(left.message, repr(bad["label"]), "entailment, neutral, contradiction, 0, 1, 2")
 
 
-@pytest.mark.parametrize("row", [("a", "b", " Entailment "), ("a", "12", "1"), ("a", "b", 1.0)])
-def test_labels_of_every_spelling_are_read(row, tmp_path, make_texts):
-    (record,) = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", make_pair(*row))))
-    assert record.texts == row[:2]
+def test_labels_of_every_spelling_are_read(tmp_path, make_texts):
+    rows = [("a", "b", " Entailment "), ("c", "12", "1"), ("d", "b", 1.0)]
+    records = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *(make_pair(*row) for row in rows))))
+    assert [record.texts for record in records] == [row[:2] for row in rows]
 
 
 def rows(count, start=0):
@@ -298,7 +253,6 @@ def rows(count, start=0):
 
 
 def losses_of(path, unit_mib=64.0):
-    """Losses over all units, and the counts of records."""
     units, _ = plan_units(files(path), unit_mib)
     readers = [UnitReader(unit, files(path)) for unit in units]
     records = [record for reader in readers for record in reader]
@@ -310,12 +264,12 @@ def losses_of(path, unit_mib=64.0):
 @pytest.mark.parametrize("packing", ["gz", "zst", "member"])
 def test_a_file_that_is_cut_short_weighs_like_the_whole_ones(tmp_path, packing):
     for number in range(10):
-        data = COMPRESSORS["gz" if packing == "member" else packing](rows(100, 100 * number))
+        name = f"{number}.jsonl.{'gz' if packing == 'member' else packing}"
+        data = COMPRESSORS[name.rpartition(".")[2]](rows(100, 100 * number))
         data = data if number % 5 else data[:40]
-        name = f"{number}.jsonl.gz" if packing == "member" else f"{number}.jsonl.{packing}"
-        (tmp_path / f"{name}{'.tar' * (packing == 'member')}").write_bytes(
-            tar([(name, data)]) if packing == "member" else data
-        )
+        if packing == "member":
+            name, data = f"{name}.tar", tar([(name, data)])
+        (tmp_path / name).write_bytes(data)
     for unit_mib in (64.0, 0.001):
         losses, counts = losses_of(tmp_path, unit_mib)
         assert losses.documents() == pytest.approx(198, abs=2), "two failures are counted already"
@@ -325,22 +279,16 @@ def test_a_file_that_is_cut_short_weighs_like_the_whole_ones(tmp_path, packing):
         assert too_many_failed(counts, [], 0.2, "documents", losses) is None
 
 
-def test_a_file_that_is_damaged_in_its_middle_weighs_by_the_bytes_behind(tmp_path):
+def test_a_damaged_file_weighs_by_the_bytes_behind_and_a_small_one_of_which_much_failed_is_named(tmp_path):
     data = bytearray(gzip.compress(b"".join(rows(1000, 1000 * n) for n in range(100)), mtime=0))
     data[len(data) // 2] ^= 0xFF
-    (tmp_path / "a.jsonl.gz").write_bytes(data)
-    losses, counts = losses_of(tmp_path)
+    losses, counts = losses_of(spread(tmp_path / "gz", {"a.jsonl.gz": data}))
     assert losses.documents() + counts.read == pytest.approx(100_000, rel=0.3)  # a chunk before the damage is lost too
-
-
-def test_a_file_of_which_much_failed_is_named_although_it_is_a_small_part_of_the_corpus(tmp_path):
-    (tmp_path / "lines.txt").write_text("a line\n" * 23_000)
-    (tmp_path / "bad.csv").write_text("id,text\n" + "1,good\n" * 20 + '1,"never" closed\n' * 80)
-    (tmp_path / "single.md").write_bytes(b"\xff")
-    losses, counts = losses_of(tmp_path)
+    bad = b"id,text\n" + b"1,good\n" * 20 + b'1,"never" closed\n' * 80
+    files = {"lines.txt": b"a line\n" * 23_000, "bad.csv": bad, "single.md": b"\xff"}
+    losses, counts = losses_of(spread(tmp_path / "small", files))
     assert too_many_failed(counts, [], 0.01, "documents", losses) is None
-    (line,) = losses_hint(losses, "documents")
-    says(line, "bad.csv", "80 of 100")
+    says(*losses_hint(losses, "documents"), "bad.csv", "80 of 100")
 
 
 @pytest.mark.parametrize("read", [0, 7, 100])

@@ -22,14 +22,18 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_an_address_where_nobody_listens_is_named_at_once(free_port, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+def test_an_address_where_nobody_listens_is_named_at_once_and_one_without_a_port_is_left_to_ray(free_port, monkeypatch):
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=all_of(f"RAY_ADDRESS = 127.0.0.1:{free_port}", "no Ray cluster")):
-        start_ray()
-    with pytest.raises(ConfigError, match=all_of(f"address = ray://127.0.0.1:{free_port}", "no Ray cluster")):
-        start_ray(address=f"ray://127.0.0.1:{free_port}")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+    for address, name in ((None, "RAY_ADDRESS = "), (f"ray://127.0.0.1:{free_port}", "address = ray://")):
+        with pytest.raises(ConfigError, match=all_of(f"{name}127.0.0.1:{free_port}", "no Ray cluster")):
+            start_ray(address=address)
     assert time.monotonic() - begun < 60
+    for address in ("auto", "local", "somewhere", "host:", ":1", "host:port", ""):
+        assert cluster_problem("address", address) is None
+    says(cluster_problem("address", "127.0.0.1:99999") or "", "no Ray cluster")
+    monkeypatch.setenv("RAY_ADDRESS", "one:1")
+    assert (named_cluster("two:2"), named_cluster(None)) == (("address", "two:2"), ("RAY_ADDRESS", "one:1"))
 
 
 @pytest.mark.slow
@@ -45,15 +49,6 @@ def test_a_head_that_was_lost_has_time_to_come_back(free_port):
         head.wait()
 
 
-def test_an_address_that_is_no_host_and_port_is_left_to_ray_and_a_port_that_cannot_be_is_none(monkeypatch):
-    for address in ("auto", "local", "somewhere", "host:", ":1", "host:port", ""):
-        assert cluster_problem("address", address) is None
-    says(cluster_problem("address", "127.0.0.1:99999") or "", "no Ray cluster")
-    monkeypatch.setenv("RAY_ADDRESS", "one:1")
-    assert named_cluster("two:2") == ("address", "two:2")
-    assert named_cluster(None) == ("RAY_ADDRESS", "one:1")
-
-
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
 def test_a_folder_too_long_for_sockets_is_replaced_and_named(monkeypatch, log, name):
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
@@ -67,10 +62,9 @@ def test_a_folder_too_long_for_sockets_is_replaced_and_named(monkeypatch, log, n
 
 
 def test_gloo_listens_at_the_hosts_address_in_the_cluster(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restores it after the test
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restores it after the test
+        monkeypatch.delenv(name)
     use_network_of("203.0.113.7")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     use_network_of("127.0.0.1")
@@ -88,10 +82,9 @@ START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 @pytest.mark.ray
 def test_a_session_that_does_not_start_is_one_message(tmp_path):
     with socket.create_server(("0.0.0.0", 0)) as listener:
-        bare = {key: None for key in os.environ if key.startswith(("RAY_", "TMPDIR"))}
-        port = str(listener.getsockname()[1])
-        # Ray gives up after 3 seconds instead of 30.
-        quick = {"RAY_py_gcs_connect_timeout_s": "3"}
-        ran = run_python("-c", START, folder=tmp_path, env=bare | quick | {"RAY_GCS_SERVER_PORT": port}, check=False)
+        env = {key: None for key in os.environ if key.startswith(("RAY_", "TMPDIR"))}
+        env["RAY_GCS_SERVER_PORT"] = str(listener.getsockname()[1])
+        env["RAY_py_gcs_connect_timeout_s"] = "3"  # instead of 30
+        ran = run_python("-c", START, folder=tmp_path, env=env, check=False)
     says(ran.stdout, "Ray did not start")
     assert "MiB" in ran.stdout

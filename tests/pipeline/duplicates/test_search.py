@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import permutations
+from unittest.mock import patch
 
 import numpy as np
 import planted
@@ -21,9 +22,10 @@ CONFIG = DuplicatesConfig(near=NearConfig())
 KEYS_PER_BUCKET = 800
 
 
-@pytest.fixture(autouse=True)
-def many_buckets(monkeypatch):
-    monkeypatch.setattr(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET)
+@pytest.fixture(autouse=True, scope="module")
+def _many_buckets():
+    with patch.object(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +33,19 @@ def units():
     """Four units; unit 2 holds copies of documents 0 to 9 of unit 0, unit 3 equal texts and a near copy of its own."""
     rng = np.random.default_rng(0)
     texts = [planted.zipf_text(rng, 150) for _ in range(60)]
-    return [
-        texts[:30],
-        [],
-        [planted.change(rng, text, 0.02) for text in texts[:10]] + texts[30:45],
-        [texts[0], texts[0], *texts[45:], planted.change(rng, texts[50], 0.02)],
-    ]
+    near = [planted.change(rng, text, 0.02) for text in (*texts[:10], texts[50])]
+    return [texts[:30], [], near[:10] + texts[30:45], [texts[0], texts[0], *texts[45:], near[10]]]
 
 
 @pytest.fixture(scope="module")
 def searched(units, tmp_path_factory):
     folder = tmp_path_factory.mktemp("searched")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET)
-        names = write(folder, units, CONFIG)
-        find_duplicates(folder, names, CONFIG)
+    names = write(folder, units, CONFIG)
+    find_duplicates(folder, names, CONFIG)
     return folder, names
 
 
 def kinds(folder, names):
-    """Dropped documents of all units by kind."""
     return Counter(duplicate.kind for name in names for duplicate in removed(folder, name)[0].values())
 
 
@@ -58,42 +53,28 @@ def test_search_drops_copies_for_the_first_document(searched):
     folder, names = searched
     assert number(folder, names)[2] > 2 * KEYS_PER_BUCKET, "three buckets, each a task"
     assert ray.cluster_resources()["CPU"] == 6, "as the fixture of the session has asked for"
-    assert [removed(folder, name) for name in names[:2]] == [({}, None)] * 2
+    assert [removed(folder, name) for name in (*names[:2], "99999")] == [({}, None)] * 3
     copies, _ = removed(folder, names[2])
-    assert list(copies) == [3 * row + 1 for row in range(10)]
     for ordinal, duplicate in copies.items():
-        assert (duplicate.unit, duplicate.ordinal, duplicate.kind) == (names[2], ordinal, "near")
-        assert (duplicate.kept_unit, duplicate.kept_ordinal) == (names[0], ordinal)
+        copy = duplicate.unit, duplicate.ordinal, duplicate.kind, duplicate.kept_unit, duplicate.kept_ordinal
+        assert copy == (names[2], ordinal, "near", names[0], ordinal)
         assert 0.7 < duplicate.similarity < 1
         assert duplicate.cluster_size == (4 if ordinal == 1 else 2)
-    last, _ = removed(folder, names[3])
-    assert [(d.kind, d.kept_unit, d.kept_ordinal) for d in last.values()] == [
-        ("exact", names[0], 1),
-        ("exact", names[0], 1),
-        ("near", names[3], 3 * 7 + 1),
-    ]
-    assert kinds(folder, names) == {"near": 11, "exact": 2}
-    assert removed(folder, "99999") == ({}, None)
+    last = [(copy.kind, copy.kept_unit, copy.kept_ordinal) for copy in removed(folder, names[3])[0].values()]
+    assert last == [("exact", names[0], 1), ("exact", names[0], 1), ("near", names[3], 3 * 7 + 1)]
+    assert (list(copies), kinds(folder, names)) == ([3 * row + 1 for row in range(10)], {"near": 11, "exact": 2})
 
 
-def test_results_of_other_settings_or_keys_are_not_taken(units, tmp_path):
+def test_results_of_other_settings_or_keys_are_not_taken_and_without_duplicates_nothing_is_dropped(units, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
-    strict = DuplicatesConfig(near=NearConfig(similarity=0.99))
-    find_duplicates(tmp_path, names, strict)
+    find_duplicates(tmp_path, names, DuplicatesConfig(near=NearConfig(similarity=0.99)))
     assert kinds(tmp_path, names) == {"exact": 2}
-    write(tmp_path, [units[0], [], [], units[3][2:]], CONFIG)
-    find_duplicates(tmp_path, names, CONFIG)
-    assert kinds(tmp_path, names) == {"near": 1}
-
-
-def test_search_without_documents_or_duplicates_drops_nothing(tmp_path):
-    names = write(tmp_path, [[], []], CONFIG)
-    find_duplicates(tmp_path, names, CONFIG)
-    assert kinds(tmp_path, names) == {}
-    names = write(tmp_path, [["one text"], ["another"]], DuplicatesConfig())
-    find_duplicates(tmp_path, names, DuplicatesConfig())
-    assert kinds(tmp_path, names) == {}
+    cases = (CONFIG, [units[0], [], [], units[3][2:]], {"near": 1}), (CONFIG, [[], []], {})
+    for config, texts, dropped in (*cases, (DuplicatesConfig(), [["one text"], ["another"]], {})):
+        names = write(tmp_path, texts, config)
+        find_duplicates(tmp_path, names, config)
+        assert kinds(tmp_path, names) == dropped
 
 
 def test_the_order_of_units_and_of_buckets_does_not_show(units, searched, tmp_path):
@@ -101,8 +82,7 @@ def test_the_order_of_units_and_of_buckets_does_not_show(units, searched, tmp_pa
     names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
     find_duplicates(tmp_path, names, CONFIG)
     assert checksums(tmp_path) == checksums(searched[0])
-    documents, _, _ = number(tmp_path, names)
+    documents = number(tmp_path, names)[0]
     rows = [search_bucket({"bucket": bucket}, documents, CONFIG, 3) for bucket in range(3)]
     orders = [_join_all(order) for order in permutations(rows)]
-    for name in COLUMNS:
-        assert len({getattr(pairs, name).tobytes() for pairs in orders}) == 1
+    assert [len({getattr(pairs, name).tobytes() for pairs in orders}) for name in COLUMNS] == [1] * len(COLUMNS)

@@ -37,68 +37,54 @@ def taken(folder, split="train"):
     return {(row["source"], row["offset"]): row for row in shards.take(np.arange(shards.num_documents)).to_pylist()}
 
 
+def pixels(row):
+    return np.asarray(Image.open(io.BytesIO(row["image"])))
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes, with files of other kinds among them."""
-    files = {f"cats/{n}.png": png(n) for n in range(5)} | {
-        f"dogs/{n}.jpg": stored(picture(n), "JPEG") for n in range(4)
-    }
+    files = {f"cats/{n}.png": png(n) for n in range(5)}
+    files |= {f"dogs/{n}.jpg": stored(picture(n), "JPEG") for n in range(4)}
     files |= {"dogs/loop.gif": animated(), "README.md": b"read me", "cats/notes.txt": b"x", "cats/.hidden.png": png(8)}
     return spread(tmp_path / "in", files | {"alone.png": png(70), "cats/text.png": b"a text named .png"})
 
 
-def test_class_folders_become_labelled_rows(folder, make_media, prepare_media):
+def test_class_folders_become_labelled_rows_and_labels_follow_a_pattern(folder, make_media, prepare_media, tmp_path):
     manifest, ledger, out = prepare_media(make_media({"kind": "images", "shortest_edge": 16}, folder))
-    rows = taken(out)
-    assert manifest.labels == {"cats": 5, "dogs": 5}
-    assert manifest.failed == {"no_label": 1, "not_an_image": 1}
-    assert manifest.notes == {"first_frame": 1, "smaller": 10}
+    failed, notes = {"no_label": 1, "not_an_image": 1}, {"first_frame": 1, "smaller": 10}
+    assert (manifest.labels, manifest.failed, manifest.notes) == ({"cats": 5, "dogs": 5}, failed, notes)
     assert {kind: skip.files for kind, skip in manifest.skipped.items()} == {".md": 1, ".txt": 1}
     assert manifest.tokenizer is None
     assert "pillow" in manifest.versions
-    table = ShardSet(out, "train").take(np.arange(3))
-    assert table.schema.equals(media_schema("images"))
-    row = rows["cats/3.png", 0]
+    assert ShardSet(out, "train").take(np.arange(3)).schema.equals(media_schema("images"))
+    row = taken(out)["cats/3.png", 0]
     assert (row["width"], row["height"], row["label"]) == (21, 16, "cats")
-    expected = picture(3).resize((21, 16), Image.Resampling.BICUBIC)
-    assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(expected)).all()
+    assert (pixels(row) == np.asarray(picture(3).resize((21, 16), Image.Resampling.BICUBIC))).all()
     entry = ledger["dogs/loop.gif", 0]
     assert (entry.detail, entry.num_tokens, entry.text_bytes) == ("first_frame, smaller", 21 * 16, len(animated()))
     assert manifest.totals["num_tokens"] == 10 * 21 * 16
     assert "content.label=null" in ledger["alone.png", 0].detail
-
-
-def test_clips_become_rows_with_their_samples(tmp_path, make_media, prepare_media):
-    files = {f"{n}_ann_{k}.wav": sound(tone(0.4 + 0.3 * k, number=n)) for n in range(3) for k in range(3)}
-    files |= {
-        "x_ann_0.wav": sound(tone()),
-        "1_silent.wav": sound(np.zeros((9000, 1))),
-        "1_short.wav": sound(tone()[:9]),
-    }
-    files |= {"2_half.flac": sound(tone(2.0), format="FLAC"), "1.mp3": b"ID3"}
-    manifest, ledger, out = prepare_media(make_media(DIGITS, spread(tmp_path / "in", files)))
-    assert manifest.labels == {"0": 3, "1": 3, "2": 4}
-    assert manifest.failed == {"no_label": 1}
-    assert manifest.dropped == {"silent": 1, "too_short": 1}
-    assert manifest.notes == {"cut": 1}
-    rows = taken(out)
-    row = rows["1_ann_2.wav", 0]
-    assert row["num_frames"] == 98
-    assert len(row["frames"]) == 98 * 128
-    assert ShardSet(out, "train").take(np.arange(1)).schema.equals(media_schema("audio"))
-    says(ledger["1_short.wav", 0].detail, "9 samples", "400")
-
-
-def test_labels_follow_a_pattern_or_are_absent(folder, make_media, prepare_media, tmp_path):
-    manifest, _, out = prepare_media(make_media({"kind": "images", "label": None}, folder))
-    assert manifest.labels == {}
-    assert manifest.failed == {"not_an_image": 1}
-    assert {row["label"] for row in taken(out).values()} == {""}
+    manifest, _, out = prepare_media(make_media({"kind": "images", "label": None}, folder), tmp_path / "absent")
+    labels = {row["label"] for row in taken(out).values()}
+    assert (manifest.labels, manifest.failed, labels) == ({}, {"not_an_image": 1}, {""})
     content = {"kind": "images", "label": r"^(?:cats|dogs)/(\w+)\."}
     manifest, _, _ = prepare_media(make_media(content, folder), tmp_path / "other")
     assert manifest.labels == {"0": 2, "1": 2, "2": 2, "3": 2, "4": 1, "loop": 1}
     long = make_media({"kind": "images", "label": "^(.*)$"}, spread(tmp_path / "l", {"a/" * 130 + "x.png": png()}))
     assert prepare_media(long, tmp_path / "long")[0].failed == {"bad_label": 1}
+
+
+def test_clips_become_rows_with_their_samples(tmp_path, make_media, prepare_media):
+    files = {f"{n}_ann_{k}.wav": sound(tone(0.4 + 0.3 * k, number=n)) for n in range(3) for k in range(3)}
+    files |= {"x_ann_0.wav": sound(tone()), "1_silent.wav": sound(np.zeros((9000, 1))), "1.mp3": b"ID3"}
+    files |= {"1_short.wav": sound(tone()[:9]), "2_half.flac": sound(tone(2.0), format="FLAC")}
+    manifest, ledger, out = prepare_media(make_media(DIGITS, spread(tmp_path / "in", files)))
+    assert (manifest.labels, manifest.failed) == ({"0": 3, "1": 3, "2": 4}, {"no_label": 1})
+    assert (manifest.dropped, manifest.notes) == ({"silent": 1, "too_short": 1}, {"cut": 1})
+    row = taken(out)["1_ann_2.wav", 0]
+    assert (row["num_frames"], len(row["frames"])) == (98, 98 * 128)
+    assert ShardSet(out, "train").take(np.arange(1)).schema.equals(media_schema("audio"))
+    says(ledger["1_short.wav", 0].detail, "9 samples", "400")
 
 
 SPEAKERS = {"anna": (3, 2), "bela": (1, 2), "carl": (2,), "dora": (4, 1)}
@@ -108,23 +94,20 @@ SPEAKERS = {"anna": (3, 2), "bela": (1, 2), "carl": (2,), "dora": (4, 1)}
 def test_speakers_are_the_folders_above_and_the_most_frequent_are_kept(tmp_path, make_media, prepare_media):
     """Counted over all units, copies included; dora and anna have five rows each, bela three, carl two."""
     files = {
-        f"{speaker}/{speaker}-{chapter}/{clip}.wav": sound(
-            tone(number=10 * chapter + clip, seconds=0.1 + 0.01 * len(speaker) * row)
-        )
+        f"{speaker}/{speaker}-{chapter}/{clip}.wav": sound(tone(0.1 + 0.04 * row, number=10 * chapter + clip))
         for row, (speaker, chapters) in enumerate(SPEAKERS.items())
         for chapter, clips in enumerate(chapters)
         for clip in range(clips)
     }
     folder = spread(tmp_path / "in", files | {"bela/loose.wav": sound(tone(number=99))})
-    given = {"duplicates": {"exact": True}, "unit_mib": 0.02}
-    manifest, ledger, _ = prepare_media(make_media({"kind": "audio", "label": "parent_folder"}, folder, **given))
+    settings = {"duplicates": {"exact": True}, "unit_mib": 0.02}
+    manifest, ledger, _ = prepare_media(make_media({"kind": "audio", "label": "parent_folder"}, folder, **settings))
     counts = {speaker: sum(chapters) for speaker, chapters in SPEAKERS.items()}
-    assert manifest.labels == counts
-    assert manifest.failed == {"no_label": 1}
+    assert (manifest.labels, manifest.failed) == (counts, {"no_label": 1})
     says(ledger["bela/loose.wav", 0].detail, "no folder")
-    for most, kept in ((3, "anna bela dora"), (2, "anna dora"), (1, "anna"), (9, "anna bela carl dora")):
-        content = {"kind": "audio", "label": "parent_folder", "max_labels": most}
-        manifest, ledger, out = prepare_media(make_media(content, folder, **given), tmp_path / f"top{most}")
+    for number, kept in ((3, "anna bela dora"), (2, "anna dora"), (1, "anna"), (9, "anna bela carl dora")):
+        content = {"kind": "audio", "label": "parent_folder", "max_labels": number}
+        manifest, ledger, out = prepare_media(make_media(content, folder, **settings), tmp_path / f"top{number}")
         assert manifest.labels == {name: counts[name] for name in kept.split()}
         rare = sum(counts.values()) - sum(manifest.labels.values())
         assert manifest.dropped == ({"rare_label": rare} if rare else {})
@@ -132,17 +115,7 @@ def test_speakers_are_the_folders_above_and_the_most_frequent_are_kept(tmp_path,
     assert ledger["carl/carl-0/0.wav", 0].status == "train"
 
 
-def test_copies_are_counted_among_the_labels_and_then_removed(tmp_path, make_media, prepare_media):
-    files = {f"{name}/{number}.png": png(7 if name == "b" else number) for name in "ab" for number in range(3)}
-    files["a/2.png"] = b"no image"
-    content = {"kind": "images", "max_labels": 1}
-    config = make_media(content, spread(tmp_path / "in", files), duplicates={"exact": True})
-    manifest, _, _ = prepare_media(config)
-    assert manifest.labels == {"b": 1}
-    assert manifest.dropped == {"duplicate": 2, "rare_label": 2}
-
-
-def test_copies_in_two_classes_are_told(tmp_path, make_media, prepare_media):
+def test_copies_in_two_classes_are_told_and_counted_among_the_labels(tmp_path, make_media, prepare_media):
     """Ten classes in units of their own; c/0 and f/0 are copies of a/0 and d/0, d/1 is one of d/0."""
     same = {"c/0": 0, "f/0": 300, "d/1": 300}
     files = {f"{name}/{row}": 100 * place + row for place, name in enumerate("abcdefghij") for row in range(2)} | same
@@ -158,27 +131,20 @@ def test_copies_in_two_classes_are_told(tmp_path, make_media, prepare_media):
     says(hint, "'c/0.png'", "kept", "'a' there", "'c' here")
     assert "2 duplicate_other_label" in summary(manifest, "out")
     assert f"{hint}." in glance(gather(out))
-    told = locate(out, "f/0.png")
-    says(told, "copy", "kept", "d/0.png")
+    says(locate(out, "f/0.png"), "copy", "kept", "d/0.png")
     unlabelled = make_media({"kind": "images", "label": None}, folder, duplicates={"exact": True})
     manifest, _, _ = prepare_media(unlabelled, tmp_path / "unlabelled")
     assert (manifest.dropped, labels_hint(manifest)) == ({"duplicate": 3}, None)
+    files = {f"{name}/{number}.png": png(7 if name == "b" else number) for name in "ab" for number in range(3)}
+    folder = spread(tmp_path / "few", files | {"a/2.png": b"no image"})
+    config = make_media({"kind": "images", "max_labels": 1}, folder, duplicates={"exact": True})
+    manifest, _, _ = prepare_media(config, tmp_path / "top")
+    assert (manifest.labels, manifest.dropped) == ({"b": 1}, {"duplicate": 2, "rare_label": 2})
 
 
-MEMBERS = [
-    ("a/000.png", png(0)),
-    ("a/000.cls", b"3\n"),
-    ("a/001.cls", b"7"),
-    ("a/001.png", png(1)),
-    ("a/002.left.png", png(2)),
-    ("a/002.right.png", png(3)),
-    ("a/002.json", b"{}"),
-    ("a/002.cls", b"5"),
-    ("a/003.png", png(4)),
-    ("a/004.cls", b"9"),
-    ("b.png", png(5)),
-    ("b.txt", b"a caption"),
-]
+MEMBERS = [("a/000.png", png(0)), ("a/000.cls", b"3\n"), ("a/001.cls", b"7"), ("a/001.png", png(1))]
+MEMBERS += [("a/002.left.png", png(2)), ("a/002.right.png", png(3)), ("a/002.json", b"{}"), ("a/002.cls", b"5")]
+MEMBERS += [("a/003.png", png(4)), ("a/004.cls", b"9"), ("b.png", png(5)), ("b.txt", b"a caption")]
 
 
 @pytest.mark.parametrize("packed", ["shard.tar", "shard.tar.gz", "outer.tar"])
@@ -187,16 +153,10 @@ def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_
     data = gzip.compress(data) if packed.endswith("gz") else data
     data, inner = (tar([("in/shard.tar", data)]), "outer.tar!in/shard.tar") if packed == "outer.tar" else (data, packed)
     manifest, ledger, out = prepare_media(make_media("images", spread(tmp_path / "in", {packed: data})))
-    found = {source.removeprefix(f"{inner}!"): row["label"] for (source, _), row in taken(out).items()}
-    assert found == {
-        "a/000.png": "3",
-        "a/001.png": "7",
-        "a/002.left.png": "5",
-        "a/002.right.png": "5",
-        "a/003.png": "a",  # without .cls: its folder
-    }
-    assert manifest.dropped == {"label_alone": 1, "other_file": 2}
-    assert manifest.failed == {"no_label": 1}
+    labels = {source.removeprefix(f"{inner}!"): row["label"] for (source, _), row in taken(out).items()}
+    expected = {"a/000.png": "3", "a/001.png": "7", "a/002.left.png": "5", "a/002.right.png": "5"}
+    assert labels == expected | {"a/003.png": "a"}, "without .cls: its folder"
+    assert (manifest.dropped, manifest.failed) == ({"label_alone": 1, "other_file": 2}, {"no_label": 1})
     assert ledger[f"{inner}!a/004.cls", 0].status == "label_alone"
 
 
@@ -207,62 +167,53 @@ def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_m
     assert len(units) > 3
     manifest, _, out = prepare_media(config)
     assert manifest.labels == {"0": 8, "1": 8, "2": 7, "3": 7}
-    assert {source: row["label"] for (source, _), row in taken(out).items()} == {
-        f"a.tar!{n:03}.png": str(n % 4) for n in range(30)
-    }
+    labels = {source: row["label"] for (source, _), row in taken(out).items()}
+    assert labels == {f"a.tar!{n:03}.png": str(n % 4) for n in range(30)}
 
 
-class Measured(bytes):
-    """Bytes that count how often their length is asked for."""
+def test_images_of_one_name_are_held_within_a_limit():
+    lengths, counts, sources = [], [], []
 
-    lengths = 0
+    class Measured(bytes):
+        def __len__(self):
+            lengths.append(0)
+            return super().__len__()
 
-    def __len__(self):
-        Measured.lengths += 1
-        return super().__len__()
-
-
-def test_images_of_one_name_are_held_within_a_limit(monkeypatch):
-    monkeypatch.setattr(Measured, "lengths", 0)
     blobs = [Blob("", f"a!x.{n}.png", 0, Measured(b"x" * 10), None) for n in range(50)]
-    held = []
 
     def records():
         for number, blob in enumerate(blobs):
-            held.append(number - len(out))
+            counts.append(number - len(sources))
             yield blob
 
-    out = []
     for record in with_labels(records(), 100):
-        out.append(record)  # noqa: PERF402 - `records` looks at it
-    assert [blob.source for blob in out] == [blob.source for blob in blobs]
-    assert max(held) <= 12
-    assert Measured.lengths <= 2 * len(blobs), "of each image when it comes and when it goes"
+        sources.append(record.source)  # noqa: PERF401 - `records` looks at it
+    assert sources == [blob.source for blob in blobs]
+    assert max(counts) <= 12
+    assert len(lengths) <= 2 * len(blobs), "of each image when it comes and when it goes"
 
 
 def table(path, images, labels, names=None, struct=True, rows=4, column="image"):
     values = [{"bytes": one, "path": f"{n}.png"} for n, one in enumerate(images)] if struct else images
-    columns = {column: values, "label": labels}
-    made = pa.table({name: value for name, value in columns.items() if value is not None})
+    content = pa.table({column: values, "label": labels})
     if names:
         features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
-        made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    pq.write_table(made, path, row_group_size=rows)
+        content = content.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(exist_ok=True, parents=True)
+    pq.write_table(content, path, row_group_size=rows)
     return path
 
 
 def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
-    (tmp_path / "in" / "folder").mkdir(parents=True)  # which names the class of no row
     images = [png(n) for n in range(8)] + [None, b"broken", claimed_png(60_000, 60_000)]
     labels = [n % 3 - (n == 7) * 2 for n in range(11)]
-    table(tmp_path / "in" / "folder" / "a.parquet", images, labels, ["cat", "dog", "bird"])
+    table(tmp_path / "in" / "folder" / "a.parquet", images, labels, ["cat", "dog", "bird"])  # a class of no row
     manifest, ledger, out = prepare_media(make_media("images", tmp_path / "in", unit_mib=0.02))
     assert manifest.labels == {"cat": 3, "dog": 2, "bird": 2}
-    assert manifest.failed == {"no_label": 1, "not_an_image": 1, "null": 1, "too_many_pixels": 1}
+    assert manifest.failed == dict.fromkeys(("no_label", "not_an_image", "null", "too_many_pixels"), 1)
     assert sorted(offset for _, offset in ledger) == list(range(11))
     row = taken(out)["folder/a.parquet", 5]
-    assert row["label"] == "bird"
-    assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(picture(5))).all()
+    assert (row["label"], pixels(row).tolist()) == ("bird", np.asarray(picture(5)).tolist())
 
 
 @pytest.mark.parametrize("struct", [False, True])
@@ -279,37 +230,32 @@ def test_a_label_or_a_path_that_is_not_utf8_loses_its_row_alone(struct, tmp_path
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_parquet_of_bytes_and_words_becomes_labelled_rows(packed, tmp_path, make_media, prepare_media):
-    (tmp_path / "in").mkdir()
     sounds, labels = [sound(tone(number=n)) for n in range(6)], ["a", "b", "", None, "a", "é"]
     path = table(tmp_path / "in" / "a.parquet", sounds, labels, struct=False, column="wave")
     if packed:
         path.write_bytes(gzip.compress(path.read_bytes()))
         path.rename(path.with_suffix(".parquet.gz"))
     manifest, _, _ = prepare_media(make_media({"kind": "audio", "audio": "wave"}, tmp_path / "in"))
-    assert manifest.labels == {"a": 2, "b": 1, "é": 1}
-    assert manifest.failed == {"no_label": 2}
+    assert (manifest.labels, manifest.failed) == ({"a": 2, "b": 1, "é": 1}, {"no_label": 2})
 
 
 def test_another_column_and_files_of_texts_are_named_before_any_work(tmp_path, make_media):
     path = table(tmp_path / "a.parquet", [png()], [0], column="img")
-    config = make_media("images", path)
-    _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
-    says(*problems, "content.image = image", "a.parquet", "'image'", "['img', 'label']")
-    config = make_media({"kind": "images", "image": "label"}, path)
-    _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
-    says(problems[0], "int64", "bytes")
-    config = make_media("images", spread(tmp_path / "in", {"a/x.jsonl": b'{"text": "a"}', "b.jpeg.txt": b"x"}))
-    _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
-    says(problems[0], ".bmp .gif .jpeg")
-    config = make_media("audio", tmp_path / "in" / "a" / "x.jsonl")
-    says(plan_units(config.corpus, config.unit_mib, None, config.content)[1][0], "audio", ".flac .oga")
+    folder = spread(tmp_path / "in", {"a/x.jsonl": b'{"text": "a"}', "b.jpeg.txt": b"x"})
+    for content, place, words in (
+        ("images", path, ("content.image = image", "a.parquet", "'image'", "['img', 'label']")),
+        ({"kind": "images", "image": "label"}, path, ("int64", "bytes")),
+        ("images", folder, ".bmp .gif .jpeg"),
+        ("audio", folder / "a" / "x.jsonl", ("audio", ".flac .oga")),
+    ):
+        config = make_media(content, place)
+        says(plan_units(config.corpus, config.unit_mib, None, config.content)[1][0], words)
 
 
 def test_a_file_above_the_limit_is_a_failure(tmp_path, make_media, prepare_media):
-    files = {"a/large.png": png(1, (300, 300)), "a/small.png": png(2)}
-    config = make_media("images", spread(tmp_path / "in", files))
-    corpus = config.corpus.model_copy(update={"max_document_mib": 0.05})
-    manifest, ledger, _ = prepare_media(config.model_copy(update={"corpus": corpus}))
+    folder = spread(tmp_path / "in", {"a/large.png": png(1, (300, 300)), "a/small.png": png(2)})
+    corpus = {"kind": "files", "paths": [str(folder)], "max_document_mib": 0.05}
+    manifest, ledger, _ = prepare_media(make_media("images", corpus=corpus))
     assert manifest.failed == {"too_large": 1}
     says(ledger["a/large.png", 0].detail, "corpus.max_document_mib")
 
@@ -320,8 +266,7 @@ def test_bytes_are_the_same_twice_also_of_failures(kind, tmp_path, make_media, p
     good, bad = (png, BAD_IMAGES) if kind == "images" else (lambda n: sound(tone(number=n)), BAD_SOUNDS)
     end = "png" if kind == "images" else "wav"
     files = {f"a/{n}.{end}": good(n) for n in range(4)} | {f"b/{n}.{end}": data for n, data in enumerate(bad)}
-    config = make_media(kind, spread(tmp_path / "in", files), validation_fraction=0.3)
-    digests = []
+    config, digests = make_media(kind, spread(tmp_path / "in", files), validation_fraction=0.3), []
     for name in ("one", "two"):
         manifest, ledger, out = prepare_media(config, tmp_path / name)
         assert sum(manifest.failed.values()) == len(bad)
@@ -335,15 +280,13 @@ WRONG = {
         ({"width": [41, 40]}, 0, "no PNG of 41 x 30"),
         ({"width": [40, 30], "height": [30, 40]}, 1, "no PNG of 30 x 40"),
         ({"image": [png(0), stored(picture(1), "BMP")]}, 1, "no PNG of 40 x 30"),
-        ({"image": [b"", png(1)]}, 0, "no PNG"),
-        ({"width": [-40, 40], "height": [-30, 30]}, 0, "-40 x -30"),
+        *[({"image": [b"", png(1)]}, 0, "no PNG"), ({"width": [-40, 40], "height": [-30, 30]}, 0, "-40 x -30")],
         ({"width": [40, 2**16], "height": [30, 2**16]}, 1, "65536 x 65536"),
     ],
     "audio": [
-        ({"num_frames": [3, 1]}, 0, "num_frames = 3"),
+        *[({"num_frames": [3, 1]}, 0, "num_frames = 3"), ({"frames": [[np.inf] * 8, [1.0] * 4]}, 0, "not finite")],
         ({"frames": [[1.0] * 8, [1.0] * 5]}, 1, "5 energies, with 4 bands"),
         ({"frames": [[1.0] * 8, [1.0, 2.0, np.nan, 1.0]]}, 1, "not finite"),
-        ({"frames": [[np.inf] * 8, [1.0] * 4]}, 0, "not finite"),
         ({"num_frames": [0, 1], "frames": [[], [1.0] * 4]}, 0, "num_frames = 0"),
     ],
 }
@@ -361,9 +304,8 @@ def test_rows_that_contradict_themselves_are_named(kind, changes, row, told):
         return pa.record_batch({name: pa.array(values, types[name]) for name, values in columns.items()})
 
     assert media_problem(batch(GOOD[kind]), kind, 4) is None
-    at, problem = media_problem(batch(GOOD[kind] | changes), kind, 4)
-    assert at == row
-    assert told in problem
+    place, problem = media_problem(batch(GOOD[kind] | changes), kind, 4)
+    assert (place, told in problem) == (row, True)
 
 
 def test_a_changed_shard_is_refused_by_the_reader(folder, make_media, prepare_media):

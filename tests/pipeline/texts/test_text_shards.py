@@ -26,11 +26,10 @@ from declutr.pipeline.texts import sentences
 def prepared(tmp_path, make_texts, prepare_units):
     """30 premises with up to three hypotheses in one shard of record batches of 4 rows."""
     rows = [make_pair(f"Premise {n} is here.", f"Hypothesis {k}.", k) for n in range(30) for k in range(1 + n % 3)]
-    config = make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *rows), record_batch_rows=4)
-    return prepare_units(config)
+    return prepare_units(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *rows), record_batch_rows=4))
 
 
-def test_the_columns_are_those_of_the_kind_and_in_any_order(prepared):
+def test_the_columns_are_those_of_the_kind_and_a_shard_of_another_kind_is_refused(prepared):
     manifest, ledger, folder = prepared
     shards = ShardSet(folder, "train")
     table = shards.take(np.array([29, 0, 29]))
@@ -39,20 +38,28 @@ def test_the_columns_are_those_of_the_kind_and_in_any_order(prepared):
     assert table.column("labels").to_pylist() == [[-1, 0, 1, 2], [-1, 0], [-1, 0, 1, 2]]
     assert table.column("id")[1].as_py() == ledger[0].id
     assert shards.take(np.empty(0, np.int64)).schema.equals(table.schema)
-    assert check_shards(folder, full=True) == []
-    assert manifest.content.kind == "pairs"
+    assert (check_shards(folder, full=True), manifest.content.kind) == ([], "pairs")
     assert b"num_anchors" not in table.schema.metadata
     assert table.schema.metadata[b"content"] == b"pairs"
+    assert schema_problem(table.schema, "pairs") is None
+    says(schema_problem(table.schema, "documents"), "id, tokens, windows")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["config"]["content"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match="its columns are"):
+        ShardSet(folder, "train").take(np.arange(1))
+    for content in ({"kind": "songs"}, "songs", 3, {"kind": "pairs", "premise": []}):
+        manifest["config"]["content"] = content
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        for read in (load_manifest, lambda folder: ShardSet(folder, "train")):
+            with pytest.raises(ShardError, match=r"manifest\.json"):
+                read(folder)
 
 
 def table_of(tokens, starts, labels, num_tokens=None):
-    columns = {
-        "tokens": pa.array(tokens, pa.list_(pa.uint16())),
-        "starts": pa.array(starts, pa.list_(pa.int32())),
-        "labels": pa.array(labels, pa.list_(pa.int8())),
-        "num_tokens": pa.array(num_tokens or list(map(len, tokens)), pa.int64()),
-    }
-    return pa.record_batch(columns)
+    columns = {"tokens": pa.array(tokens, pa.list_(pa.uint16())), "starts": pa.array(starts, pa.list_(pa.int32()))}
+    columns |= {"labels": pa.array(labels, pa.list_(pa.int8()))}
+    return pa.record_batch(columns | {"num_tokens": pa.array(num_tokens or list(map(len, tokens)), pa.int64())})
 
 
 GOOD = [[1, 2, 3, 4], [5, 6, 7]], [[0, 2, 3], [0, 1, 2]], [[-1, 0, 2], [-1, 0, 2]]
@@ -90,28 +97,9 @@ def test_a_document_has_the_windows_of_its_length(windows, found):
 def test_contradictory_numbers_are_found_before_anything_follows_them(name):
     kind, row, changes = WRONG[name]
     good = dict(zip(("tokens", "starts", "labels"), GOOD, strict=True))
-    found = content_problem(table_of(**(good | changes)), Geometry(), "drop", 50, kind)
-    assert found is not None
-    assert found[0] == row
+    place, _ = content_problem(table_of(**(good | changes)), Geometry(), "drop", 50, kind)
+    assert place == row
     assert content_problem(table_of(*GOOD), Geometry(), "drop", 50, "triples") is None
-
-
-def test_a_shard_of_another_kind_is_refused(prepared):
-    folder = prepared[2]
-    schema = ShardSet(folder, "train").take(np.arange(1)).schema
-    assert schema_problem(schema, "pairs") is None
-    says(schema_problem(schema, "documents"), "id, tokens, windows")
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["config"]["content"]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ShardError, match="its columns are"):
-        ShardSet(folder, "train").take(np.arange(1))
-    for content in ({"kind": "songs"}, "songs", 3, {"kind": "pairs", "premise": []}):
-        manifest["config"]["content"] = content
-        (folder / MANIFEST).write_text(json.dumps(manifest))
-        for read in (load_manifest, lambda folder: ShardSet(folder, "train")):
-            with pytest.raises(ShardError, match=r"manifest\.json"):
-                read(folder)
 
 
 @pytest.mark.parametrize(
@@ -129,31 +117,19 @@ def test_numbers_poked_into_a_file_are_named_by_the_check_and_the_reader(prepare
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
-def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_inspection(
-    tmp_path, make_texts, prepare_units, decode
-):
+def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_shown(tmp_path, make_texts, prepare_units, decode):
     long = [f"Premise about topic {n} " + " ".join(f"word{n}x{k}" for k in range(60)) for n in range(6)]
     rows = [make_pair(premise, "It follows.", 0) for premise in long]
     near = make_pair(long[2] + " indeed", "It follows.", 0)
     write_jsonl(tmp_path / "a.jsonl", *rows)
     write_jsonl(tmp_path / "b.jsonl", rows[1], near, make_pair(long[3], "It follows.", 2))
-    config = make_texts(
-        "pairs",
-        tmp_path / "a.jsonl",
-        tmp_path / "b.jsonl",
-        duplicates={"exact": True, "near": {"similarity": 0.8}},
-        write_rejected=True,
-        unit_mib=0.0001,
-    )
-    manifest, _, folder = prepare_units(config)
-    assert len(manifest.ledgers) == 2
-    assert manifest.dropped["duplicate"] == 1
+    changes = {"duplicates": {"exact": True, "near": {"similarity": 0.8}}, "write_rejected": True, "unit_mib": 0.0001}
+    manifest, _, folder = prepare_units(make_texts("pairs", tmp_path / "[ab].jsonl", **changes))
+    assert (len(manifest.ledgers), manifest.dropped["duplicate"]) == (2, 1)
     assert 1 <= manifest.dropped["near_duplicate"] <= 2
     assert manifest.totals["kept"] == 9 - sum(manifest.dropped.values())
     assert sum(manifest.labels.values()) == manifest.totals["kept"]
-    kept = decode(folder)
-    assert [row[0][0] for row in kept[:6]] == long
-    assert all(row[1] == ("It follows.", "entailment") for row in kept[:6])
+    assert [row[:2] for row in decode(folder)[:6]] == [[(text, None), ("It follows.", "entailment")] for text in long]
     with gzip.open(folder / "rejected" / "00001.jsonl.gz") as file:
         rejected = [json.loads(line) for line in file]
     assert rejected[0]["text"] == f"{long[1]}\nIt follows."
@@ -164,22 +140,16 @@ def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_tex
 
     planted = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     (tmp_path / "questions.txt").write_text(planted + "\n")
-    path = write_jsonl(
-        tmp_path / "a.jsonl",
-        make_pair("A premise in English stands here.", "It is a sentence.", 0),
-        make_pair("Another premise in English.", planted, 2),
-        make_pair("Dieser Satz steht hier auf Deutsch geschrieben.", "Er ist ein deutscher Satz, den man liest.", 0),
-    )
-    filters = {
-        "language": {"keep": ["en"]},
-        "contamination": {"paths": [str(tmp_path / "questions.txt")], "action": "drop"},
-    }
+    german = "Dieser Satz steht hier auf Deutsch geschrieben.", "Er ist ein deutscher Satz, den man liest."
+    rows = ("A premise in English stands here.", "It is a sentence."), ("Another premise in English.", planted), german
+    path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(*row, 0) for row in rows))
+    contamination = {"paths": [str(tmp_path / "questions.txt")], "action": "drop"}
+    filters = {"language": {"keep": ["en"]}, "contamination": contamination}
     config = make_texts("pairs", path, filters=filters, write_rejected=True)
     folder, tokenizer = output
     build_index(config.filters.contamination, folder / INDEX)
     (unit,), _ = plan_units(config.corpus, 1, None, config.content)
-    sidecar = write_unit(unit, folder, config, tokenizer)
-    assert sidecar.counts.dropped == {"contaminated": 1, "language_other": 1}
+    assert write_unit(unit, folder, config, tokenizer).counts.dropped == {"contaminated": 1, "language_other": 1}
     with gzip.open(folder / "rejected" / "00000.jsonl.gz") as file:
         texts = {json.loads(line)["reason"]: json.loads(line)["text"] for line in file}
     assert texts["contaminated"] == f"Another premise in English.\n{planted}"
@@ -196,17 +166,15 @@ def test_sentences_of_a_document_have_its_offset_and_all_its_characters(tmp_path
     rows = rows_of(make_texts({"kind": "sentences", "split": True}, path))
     assert [(row.text, row.offset) for row in rows[:2]] == [("First one.", 0), ("Second one.", 0)]
     second = path.read_bytes().index(b"\n") + 1
-    mine = [row.text for row in rows if row.offset == second]
-    assert "".join("".join(mine).split()) == "".join(TEXT.split())
-    assert mine[0] == "Dr. Smith went to Washington, D.C. on Jan. 5, 2020."
-    assert "A heading without an end" in mine
-    assert "Last one." in mine
+    parts = [row.text for row in rows if row.offset == second]
+    assert "".join("".join(parts).split()) == "".join(TEXT.split())
+    assert parts[0] == "Dr. Smith went to Washington, D.C. on Jan. 5, 2020."
+    assert {"A heading without an end", "Last one."} <= set(parts)
     assert [row.text for row in rows if row.offset > second] == [""]  # counted, and dropped as empty
     path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"Text {n}. It is number {n}."} for n in range(200)))
     content = {"kind": "sentences", "split": True}
     whole, cut = (rows_of(make_texts(content, path, unit_mib=size)) for size in (32, 0.001))
-    assert [(row.text, row.offset) for row in whole] == [(row.text, row.offset) for row in cut]
-    assert len(whole) == 400
+    assert ([(row.text, row.offset) for row in whole], len(whole)) == ([(row.text, row.offset) for row in cut], 400)
 
 
 def test_every_sentence_is_a_row_with_the_id_of_its_text(tmp_path, make_texts, prepare_units, decode):
@@ -214,29 +182,16 @@ def test_every_sentence_is_a_row_with_the_id_of_its_text(tmp_path, make_texts, p
     path.write_text("One text a row. Not split.\n\nAnother  one.\n")
     manifest, ledger, folder = prepare_units(make_texts("sentences", path))
     assert decode(folder) == [[("One text a row. Not split.", None)], [("Another one.", None)]]
-    assert ledger[2].id == document_id(b"Another one.")
-    assert (manifest.dropped, manifest.labels) == ({"empty": 1}, {})
+    assert (ledger[2].id, manifest.dropped, manifest.labels) == (document_id(b"Another one."), {"empty": 1}, {})
     path.write_text("One text a row. Not split.\n")
     manifest, ledger, folder = prepare_units(make_texts({"kind": "sentences", "split": True}, path))
     assert decode(folder) == [[("One text a row.", None)], [("Not split.", None)]]
     assert [(entry.offset, entry.row) for entry in ledger] == [(0, 0), (0, 1)]
 
 
-HOSTILE = {
-    "no end": "a" * 200_000,
-    "dots": "." * 200_000,
-    "abbreviations": "Mr. " * 50_000,
-    "quotes": ' "a. ' * 40_000,
-    "brackets": "(a. " * 50_000,
-    "newlines": "a\n\n" * 60_000,
-    "another script": "你好。" * 60_000,
-    "NUL": "a\0b. C" * 30_000,
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_text_takes_long_or_loses_a_character(name):
-    text = HOSTILE[name]
+@pytest.mark.parametrize("piece", ["a", ".", "Mr. ", ' "a. ', "(a. ", "a\n\n", "你好。", "a\0b. C"])
+def test_no_text_takes_long_or_loses_a_character(piece):
+    text = piece * (200_000 // len(piece))
     started = time.process_time()
     found = list(sentences(text, "en"))
     assert time.process_time() - started < 30  # the segmenter alone takes minutes for one of them
@@ -245,8 +200,9 @@ def test_no_text_takes_long_or_loses_a_character(name):
 
 
 def test_windows_do_not_cut_sentences_and_the_language_changes_the_rules():
-    text = " ".join(f"Sentence number {n} has {n % 13} things in it." for n in range(3000))
-    assert list(sentences(text, "en")) == [f"Sentence number {n} has {n % 13} things in it." for n in range(3000)]
-    text = "Das ist bzw. war gut. Der 3. Mai kam."
-    assert list(sentences(text, "de")) == ["Das ist bzw. war gut.", "Der 3. Mai kam."]
+    for language, parts in (
+        ("en", [f"Sentence number {n} has {n % 13} things in it." for n in range(3000)]),
+        ("de", ["Das ist bzw. war gut.", "Der 3. Mai kam."]),
+    ):
+        assert list(sentences(" ".join(parts), language)) == parts
     assert list(sentences("你好。再见。", "zh")) == ["你好。", "再见。"]
