@@ -70,6 +70,11 @@ def altered(column, place, value):
     return change
 
 
+def texts(rows, **options):
+    """A file of texts."""
+    return ipc(SCHEMA, [0] * len(rows), rows, rows, rows, **options)
+
+
 def npy(array):
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=True)
@@ -81,14 +86,10 @@ def header(shape):
     return lambda raw: raw.replace(b"(40, 16), }".ljust(len(shape)), shape)
 
 
-def texts(rows):
-    return [[0] * len(rows), rows, rows, rows]
-
-
 def offsets(last):
     """A file whose last offsets lead where there is no text."""
     start = np.zeros(ROWS, np.int32).tobytes()
-    raw = ipc(SCHEMA, *texts([*[""] * (ROWS - 1), "8 bytes."]))
+    raw = texts([*[""] * (ROWS - 1), "8 bytes."])
     wide, narrow = start * 2 + b"\x08" + bytes(7), start + b"\x08" + bytes(3)
     assert (raw.count(wide), raw.count(narrow)) == (1, 3)
     return raw.replace(wide, start * 2 + np.int64(last).tobytes()).replace(narrow, start + np.int32(last).tobytes())
@@ -129,8 +130,8 @@ DAMAGE = {
     "offsets beyond": (TEXTS, lambda _: offsets(2**31 - 1)),
     "offsets back": (TEXTS, lambda _: offsets(-(2**20))),
     "other columns of texts": (TEXTS, lambda _: ipc(pa.schema([("text", pa.int64())]), range(ROWS))),
-    "fewer rows of texts": (TEXTS, lambda _: ipc(SCHEMA, *texts(["x"]))),
-    "compressed texts": (TEXTS, lambda _: ipc(SCHEMA, *texts(["x" * 500_000] * ROWS), compression="zstd")),
+    "fewer rows of texts": (TEXTS, lambda _: texts(["x"])),
+    "compressed texts": (TEXTS, lambda _: texts(["x" * 500_000] * ROWS, compression="zstd")),
     "a text that is no UTF-8": (TEXTS, lambda raw: raw.replace(b"word1 ", b"w\xff\xfe\xff1 ")),
 }
 
@@ -173,22 +174,17 @@ def test_an_index_has_no_files_elsewhere(index, name):
         SearchIndex(index)
 
 
-def not_finite(array, value):
-    array[3, 2] = value
-    return array
-
-
 @pytest.mark.parametrize(
-    ("change", "facts"),
+    ("value", "shape", "facts"),
     [
-        (lambda array: not_finite(array, np.nan), ("row 3", "finite")),
-        (lambda array: not_finite(array, np.inf), ("row 3", "finite")),
-        (lambda array: array.reshape(80, 8), ("float32", "(40, 16)")),
-        (lambda array: array.reshape(20, 32), ("float32", "(40, 16)")),
+        *[(value, (40, 16), ("row 3", "finite")) for value in (np.nan, np.inf)],
+        *[(0, shape, ("float32", "(40, 16)")) for shape in ((80, 8), (20, 32))],
     ],
 )
-def test_embeddings_that_are_not_finite_or_of_another_shape_are_not_indexed(embedded, tmp_path, change, facts):
-    embedded.write_bytes(npy(change(np.load(embedded))))
+def test_embeddings_that_are_not_finite_or_of_another_shape_are_not_indexed(embedded, tmp_path, value, shape, facts):
+    array = np.load(embedded)
+    array[3, 2] = value
+    embedded.write_bytes(npy(array.reshape(shape)))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match=all_of(facts)):
         build_index(embedded, tmp_path / "index", parquet=tmp_path / "map.parquet")
@@ -196,13 +192,10 @@ def test_embeddings_that_are_not_finite_or_of_another_shape_are_not_indexed(embe
 
 
 def test_an_encoder_that_gives_no_numbers_is_named(tmp_path, capsys):
-    model = static_folder(tmp_path / "words", {"cat": [np.nan, 1], "dog": [1e6, 1]})
-    for number, (lines, dtype, record) in enumerate(
-        (("cat", "float32", 0), ("dog", "float16", 0), ("dog\ncat", "int8", 1))
-    ):
-        (tmp_path / f"{number}.txt").write_text(f"{lines}\n")
-        output = tmp_path / "o.npy"
-        command = ["embed", str(model), str(tmp_path / f"{number}.txt"), "--dtype", dtype, "--output", str(output)]
-        assert main(command) == 1
+    model, output = static_folder(tmp_path / "words", {"cat": [np.nan, 1], "dog": [1e6, 1]}), tmp_path / "o.npy"
+    for lines, dtype, record in (("cat", "float32", 0), ("dog", "float16", 0), ("dog\ncat", "int8", 1)):
+        (tmp_path / f"{dtype}.txt").write_text(f"{lines}\n")
+        words = ["embed", model, tmp_path / f"{dtype}.txt", "--dtype", dtype, "--output", output]
+        assert main([*map(str, words)]) == 1
         says(capsys.readouterr().err, f"record {record}", "not finite")
         assert not output.exists()

@@ -31,14 +31,11 @@ def data():
     return (means[labels] + 2.5 * stream.randn(130, 12)).astype(np.float32), labels
 
 
-def some_sets(num_sets, stream):
+def some_sets(num_sets, seed):
     """Sets of unlike sizes: passes of three and of four batches, full and nearly empty last ones, shared streams."""
-    sizes = itertools.cycle((47, 48, 49, 47, 64, 33))
-    found = []
-    for size in itertools.islice(sizes, num_sets):
-        drawn = stream.permutation(130)
-        found.append(TrainingSet(drawn[:size], drawn[size : size + 20 + size % 3]))
-    return found
+    stream, sizes = np.random.RandomState(seed), itertools.cycle((47, 48, 49, 47, 64, 33))
+    draws = ((stream.permutation(130), size) for size in itertools.islice(sizes, num_sets))
+    return [TrainingSet(rows[:size], rows[size : size + 20 + size % 3]) for rows, size in draws]
 
 
 def fit_alone(config, decay, features, labels, one):
@@ -68,18 +65,17 @@ def fit_alone(config, decay, features, labels, one):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_fit_is_the_fit_alone(data, name):
     features, labels = data
-    config = CONFIGS[name]
-    sets = some_sets(6, np.random.RandomState(1))
-    held = examples(table(features), labels)
-    fits = fit_many(held, held, sets, DECAYS, config, 3)
+    config, sets = CONFIGS[name], some_sets(6, 1)
+    rows = examples(table(features), labels)
+    fits = fit_many(rows, rows, sets, DECAYS, config, 3)
     lengths = set()
-    for (place, one), (number, decay) in itertools.product(enumerate(sets), enumerate(DECAYS)):
-        accuracy, state, passes = fit_alone(config, decay, features, labels, one)
+    for (place, chosen), (number, decay) in itertools.product(enumerate(sets), enumerate(DECAYS)):
+        accuracy, state, passes = fit_alone(config, decay, features, labels, chosen)
         assert fits.accuracies[place, number] == accuracy
         for ours, theirs in zip(fits.network.parameters, state, strict=True):
             torch.testing.assert_close(ours[place, number], theirs, rtol=1e-3, atol=1e-5)
-        answers = fits.predict(place, number, held.features)
-        assert (answers[one.dev] == labels[one.dev]).mean() == pytest.approx(accuracy)
+        answers = fits.predict(place, number, rows.features)
+        assert (answers[chosen.dev] == labels[chosen.dev]).mean() == pytest.approx(accuracy)
         lengths.add(passes)
     assert len(lengths) > 1, "fits that end at one time do not show that the others go on unharmed"
 
@@ -96,35 +92,26 @@ def test_features_of_pairs_are_difference_and_product_and_of_snli_both_sides_too
 
 def test_sets_that_do_not_fit_in_memory_together_are_the_same(data):
     """1,500 wide rows: eleven sets of a batch of 64 make two blocks."""
-    features, labels = data
-    wide = np.tile(features, 125)
-    sets = [TrainingSet(s.train[:33], s.dev) for s in some_sets(13, np.random.RandomState(2))]
-    held = examples(table(wide), labels)
+    rows = examples(table(np.tile(data[0], 125)), data[1])
+    sets = [TrainingSet(chosen.train[:33], chosen.dev) for chosen in some_sets(13, 2)]
     config = ClassifierConfig(max_epoch=2, epoch_size=2)
-    together = fit_many(held, held, sets, DECAYS[:1], config, 3)
-    for place, one in enumerate(sets):
-        alone = fit_many(held, held, [one], DECAYS[:1], config, 3)
+    together = fit_many(rows, rows, sets, DECAYS[:1], config, 3)
+    for place, chosen in enumerate(sets):
+        alone = fit_many(rows, rows, [chosen], DECAYS[:1], config, 3)
         np.testing.assert_array_equal(together.accuracies[place], alone.accuracies[0])
         for ours, theirs in zip(together.network.parameters, alone.network.parameters, strict=True):
             torch.testing.assert_close(ours[place], theirs[0], rtol=1e-4, atol=1e-6)
 
 
-def test_each_set_may_have_a_decay_of_its_own(data):
-    features, labels = data
-    held = examples(table(features), labels)
-    sets, config = some_sets(3, np.random.RandomState(3)), CONFIGS["adam"]
-    all_decays = fit_many(held, held, sets, DECAYS, config, 3)
-    own = fit_many(held, held, sets, [[DECAYS[2]], [DECAYS[0]], [DECAYS[1]]], config, 3)
+def test_each_set_may_have_a_decay_of_its_own_and_global_generators_are_neither_read_nor_moved(data):
+    rows = examples(table(data[0]), data[1])
+    before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()  # noqa: NPY002
+    sets, config = some_sets(3, 3), CONFIGS["adam"]
+    all_decays = fit_many(rows, rows, sets, DECAYS, config, 3)
+    own = fit_many(rows, rows, sets, [[DECAYS[2]], [DECAYS[0]], [DECAYS[1]]], config, 3)
     for place, number in enumerate((2, 0, 1)):
         assert own.accuracies[place, 0] == all_decays.accuracies[place, number]
         torch.testing.assert_close(own.network.parameters[0][place, 0], all_decays.network.parameters[0][place, number])
-
-
-def test_global_generators_are_neither_read_nor_moved(data):
-    features, labels = data
-    held = examples(table(features), labels)
-    before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()  # noqa: NPY002
-    fit_many(held, held, some_sets(2, np.random.RandomState(4)), DECAYS, CONFIGS["adam"], 3)
     stratified_folds([0, 1] * 10, 2)
     hold_out(np.arange(40), 1)
     next(orders(1, 0, 9))
@@ -153,40 +140,31 @@ def test_folds_are_scikit_learns(counts, num_folds, seed, sorted_labels):
     if not sorted_labels:
         labels = np.random.RandomState(3).permutation(labels)
     theirs = StratifiedKFold(num_folds, shuffle=True, random_state=seed).split(np.zeros(len(labels)), labels)
-    ours = stratified_folds(labels, num_folds, seed)
-    for (our_train, our_test), (their_train, their_test) in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(our_train, their_train)
-        np.testing.assert_array_equal(our_test, their_test)
+    for our_parts, their_parts in zip(stratified_folds(labels, num_folds, seed), theirs, strict=True):
+        for ours, expected in zip(our_parts, their_parts, strict=True):
+            np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.parametrize("num_folds", [1, 6])
-def test_more_folds_than_rows_of_any_class_are_refused(num_folds):
-    with pytest.raises(ValueError, match=all_of(f"num_folds = {num_folds}", "at least 2", "at most 5")):
-        stratified_folds([0] * 5 + [1] * 3, num_folds)
-
-
-def test_held_out_rows_and_orders_are_those_of_the_global_generator():
-    """What the official fit draws: once the split, then an order for each pass."""
-    state = np.random.get_state()  # noqa: NPY002
-    try:
-        np.random.seed(1111)  # noqa: NPY002
-        split = np.random.permutation(53)  # noqa: NPY002
-        passes = [np.random.permutation(51) for _ in range(3)]  # noqa: NPY002
-    finally:
-        np.random.set_state(state)  # noqa: NPY002
-    rows = np.arange(100, 153)
-    held = hold_out(rows, 1111)
-    np.testing.assert_array_equal(held.dev, rows[split[:2]])
-    np.testing.assert_array_equal(held.train, rows[split[2:]])
-    for expected, found in zip(passes, orders(1111, *held.stream), strict=False):
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_too_few_rows_to_hold_any_out_are_refused():
+def test_more_folds_than_rows_of_any_class_and_too_few_rows_to_hold_any_out_are_refused():
+    for num_folds in (1, 6):
+        with pytest.raises(ValueError, match=all_of(f"num_folds = {num_folds}", "at least 2", "at most 5")):
+            stratified_folds([0] * 5 + [1] * 3, num_folds)
     with pytest.raises(ValueError, match=all_of("5%", "at least 20 rows")):
         hold_out(np.arange(19), 1111)
     with pytest.raises(ValueError, match="0 and 1"):
         TrainingSet(np.arange(0), np.arange(1))
+
+
+def test_held_out_rows_and_orders_are_those_of_the_global_generator():
+    """What the official fit draws: once the split, then an order for each pass."""
+    official = np.random.RandomState(1111)
+    split = official.permutation(53)
+    rows = np.arange(100, 153)
+    parts = hold_out(rows, 1111)
+    np.testing.assert_array_equal(parts.dev, rows[split[:2]])
+    np.testing.assert_array_equal(parts.train, rows[split[2:]])
+    for _, order in zip(range(3), orders(1111, *parts.stream), strict=False):
+        np.testing.assert_array_equal(order, official.permutation(51))
 
 
 def test_relatedness_of_an_encoder_that_has_collapsed_is_zero():
