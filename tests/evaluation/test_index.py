@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from encoderfiles import keys
 from folders import embed_rows, jsonl
 from messages import all_of, says
 
@@ -26,7 +27,6 @@ def embedded(tmp_path):
 
 
 def unit_vectors(folder):
-    """Vectors of an index, of length 1."""
     vectors = np.load(folder / "vectors.npy").astype(np.float32)
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
@@ -65,8 +65,7 @@ def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix
     expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert main(["index", str(output), "--output", str(tmp_path / "kinds"), "--source-field", "kind"]) == 0
-    index = SearchIndex(tmp_path / "kinds")
-    texts = [(text.source, text.text) for text in index.texts(range(5))]
+    texts = [(text.source, text.text) for text in SearchIndex(tmp_path / "kinds").texts(range(5))]
     assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
     np.testing.assert_allclose(unit_vectors(tmp_path / "kinds")[rows], expected, atol=1e-6)
     build_index(output, tmp_path / "files")
@@ -91,11 +90,10 @@ def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, cap
     assert capsys.readouterr().out.split()[1] == "4"
 
 
-def test_other_encoders_folders_addresses_files_and_inputs_are_refused(embedded, tmp_path, capsys):
+def test_other_encoders_folders_addresses_files_and_inputs_are_refused(embedded, tmp_path, capsys, refused):
     index = ["index", str(embedded), "--output", str(tmp_path / "index")]
     build_index(embedded, tmp_path / "index")
-    assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:256"]) == 1
-    says(capsys.readouterr().err, "hashed-words:256")
+    refused(["search", tmp_path / "index", "cat", "--model", "hashed-words@1:256"], "hashed-words:256")
     assert main(index) == 1
     (tmp_path / "index" / INDEX).unlink()
     with pytest.raises(UsageError, match="not an index"):
@@ -106,11 +104,9 @@ def test_other_encoders_folders_addresses_files_and_inputs_are_refused(embedded,
     assert (tmp_path / "mine.npy").read_bytes() == b"mine"
     note = embedded.with_name(f"{embedded.name}.json")
     whole = note.read_text()
-    values = json.loads(whole)
-    values["config"]["inputs"] = ["s3://bucket/in.jsonl?endpoint_override=http://127.0.0.1:9"]
-    note.write_text(json.dumps(values))
-    assert main([*index[:-1], str(tmp_path / "other")]) == 1
-    says(capsys.readouterr().err, "s3://bucket", "--open-addresses")
+    address = "s3://bucket/in.jsonl?endpoint_override=http://127.0.0.1:9"
+    keys(note.name, config=json.loads(whole)["config"] | {"inputs": [address]})(tmp_path)
+    refused([*index[:-1], tmp_path / "other"], "s3://bucket", "--open-addresses")
     note.write_text(whole)
     with (tmp_path / "in/a.jsonl").open("a") as stream:
         stream.write('{"text": "more", "name": "n5"}\n')
@@ -119,23 +115,14 @@ def test_other_encoders_folders_addresses_files_and_inputs_are_refused(embedded,
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("pattern", "output", "more", "status"),
-    [
-        ("*.*", "new.parquet", [], 1),
-        ("**/*.parquet", "new.parquet", [], 1),
-        ("**/*.parquet", "deep/er/new.parquet", [], 1),
-        ("../link/*.parquet", "new.parquet", [], 1),
-        *[(pattern, "new.npy", ["--format", "jsonl"], 1) for pattern in ("*.json*", "")],
-        ("", "new.parquet", [], 1),
-        ("b.jsonl", "b.jsonl", [], 1),
-        ("*.jsonl", "new.parquet", [], 0),
-        ("*.*", "new.npy", [], 0),
-        ("*.*", "deep/new.parquet", [], 0),
-        ("a[[]1].*", "a[1].parquet", [], 1),
-        ("a[1].jsonl", "a1.parquet", [], 0),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "output", "more", "status"), [
+    ("*.*", "new.parquet", [], 1), ("**/*.parquet", "new.parquet", [], 1),
+    ("**/*.parquet", "deep/er/new.parquet", [], 1), ("../link/*.parquet", "new.parquet", [], 1),
+    *[(pattern, "new.npy", ["--format", "jsonl"], 1) for pattern in ("*.json*", "")],
+    ("", "new.parquet", [], 1), ("b.jsonl", "b.jsonl", [], 1), ("*.jsonl", "new.parquet", [], 0),
+    ("*.*", "new.npy", [], 0), ("*.*", "deep/new.parquet", [], 0), ("a[[]1].*", "a[1].parquet", [], 1),
+    ("a[1].jsonl", "a1.parquet", [], 0),
+])  # fmt: skip
 def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path, capsys, pattern, output, more, status):
     """Otherwise `index` would find other inputs than those embedded."""
     folder = tmp_path / "texts"
@@ -154,16 +141,14 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
 
 def test_rows_with_equal_scores_are_in_order_and_nan_is_last(tmp_path):
     """As a stable sort of all scores gives them, also for as many texts as there are and for more."""
-    rng = np.random.default_rng(0)
-    vectors = rng.integers(-2, 3, (500, 3)).astype(np.float32)
+    vectors = np.random.default_rng(0).integers(-2, 3, (500, 3)).astype(np.float32)
     vectors[7] = np.inf  # its cosines are infinite or NaN
     np.save(tmp_path / "vectors.npy", np.where(np.isinf(vectors), 3e38, vectors))
     stored = StoredVectors(tmp_path / "vectors.npy", 500, 3, "float32")
     with np.errstate(over="ignore", invalid="ignore"):
         for scores in stored.cosines(np.array([[1, 1, 0], [9, -9, 9]], np.float32)):
             for top in (1, 10, 499, 500, 501):
-                expected = np.argsort(-scores, kind="stable")[:top]
-                np.testing.assert_array_equal(best_rows(scores, top), expected)
+                np.testing.assert_array_equal(best_rows(scores, top), np.argsort(-scores, kind="stable")[:top])
 
 
 ENCODER = "hashed-words:64"
@@ -282,29 +267,22 @@ def test_map_of_many_texts_is_fitted_to_some_and_is_the_same_every_time(tmp_path
     assert len(set(rows.tolist())) == PLANE_ROWS
     np.testing.assert_array_equal(rows, np.sort(rows))
     mean, axes, _ = fit_plane(units[rows])
-    places = (units - mean) @ axes
-    np.testing.assert_allclose(np.stack([table["x"], table["y"]], axis=1), places, atol=1e-6)
+    np.testing.assert_allclose(np.stack([table["x"], table["y"]], axis=1), (units - mean) @ axes, atol=1e-6)
+    for equal in (np.ones((1, 1)), np.ones((1, 30)), np.ones((30, 4)), np.zeros((3, 9))):  # they have one place
+        mean, axes, share = fit_plane(equal.astype(np.float32))
+        assert share == 1
+        assert not ((equal - mean) @ axes).any()
 
 
-@pytest.mark.parametrize("vectors", [np.ones((1, 1)), np.ones((1, 30)), np.ones((30, 4)), np.zeros((3, 9))])
-def test_plane_of_equal_vectors_has_one_place(vectors):
-    mean, axes, share = fit_plane(vectors.astype(np.float32))
-    assert share == 1
-    assert not ((vectors - mean) @ axes).any()
-
-
-def test_map_in_a_place_that_is_in_use_or_of_no_text_is_refused(tmp_path, capsys):
+def test_map_in_a_place_that_is_in_use_or_of_no_text_is_refused(tmp_path, refused):
     output = embedded_texts(tmp_path, suffix=".parquet")
     before = output.read_bytes()
     for name, words in (
-        ("map.csv", "must end in .parquet"),
-        ("out.parquet", "exists already"),
-        ("index/map.parquet", "folder of the index"),
-        ("in/map.parquet", "is in the input"),
-    ):
+        ("map.csv", "must end in .parquet"), ("out.parquet", "exists already"),
+        ("index/map.parquet", "folder of the index"), ("in/map.parquet", "is in the input"),
+    ):  # fmt: skip
         command = ["index", str(output), "--output", str(tmp_path / "index"), "--parquet", str(tmp_path / name)]
-        assert main(command) == 1
-        says(capsys.readouterr().err, "--parquet", name, words)
+        refused(command, "--parquet", name, words)
         assert output.read_bytes() == before
         assert {path.name for path in tmp_path.iterdir()} == {"in", "out.parquet", "out.parquet.json"}
     (tmp_path / "none").mkdir()

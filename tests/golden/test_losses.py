@@ -108,11 +108,8 @@ def rank_gradients(comm, arrays, name, tau, released):
 
 
 def all_cases(comm, arrays, cases):
-    return {
-        (case["name"], released): rank_gradients(comm, arrays, case["name"], case["tau"], released)
-        for case in cases
-        for released in (False, True)
-    }
+    kinds = [(case["name"], case["tau"], released) for case in cases for released in (False, True)]
+    return {(name, released): rank_gradients(comm, arrays, name, tau, released) for name, tau, released in kinds}
 
 
 @pytest.mark.dist
@@ -146,14 +143,12 @@ def tensor(array):
 
 
 def differentiated(objective, views, facts=None):
-    """The terms, after a backward through their sum."""
     terms = objective.double().train().loss(Gathered(views, facts or {}))
     sum(terms.values()).backward()
     return {name: value.item() for name, value in terms.items()}
 
 
 def test_simcse_loss_equals_the_recorded_one(figures):
-    """Unsupervised, with the head, with hard negatives, and with a weight on them."""
     arrays = figures.arrays("simcse_cases")
     for case in figures.json("simcse_cases")["text"]:
         name, supervised = case["name"], case["num_sent"] == 3
@@ -164,35 +159,23 @@ def test_simcse_loss_equals_the_recorded_one(figures):
             state = {"head.0.weight": arrays[f"{name}/mlp_W"], "head.0.bias": arrays[f"{name}/mlp_b"]}
             objective.double().load_state_dict({key: torch.tensor(value) for key, value in state.items()})
         views = tensor(arrays[f"{name}/z"])
-        terms = differentiated(objective, views)
-        assert deviation([terms["contrastive"]], [case["official"]]) < LIMIT, name
+        assert deviation([differentiated(objective, views)["contrastive"]], [case["official"]]) < LIMIT, name
         assert deviation([views.grad], [arrays[f"{name}/grad_z"]]) < LIMIT, name
 
 
-def scd_of(case, arrays):
-    name = case["name"]
-    config = ScdConfig(
-        repulsion_weight=case["task_alpha"],
-        decorrelation_weight=case["task_beta"],
-        off_diagonal_weight=case["task_lambda"],
-        temperature=case["temp"],
-        projector=[int(size) for size in case["projector"].split("-")],
-    )
-    objective = Scd(config, RunContext(), case["D"]).double()
-    linear = [layer for layer in objective.projector if isinstance(layer, torch.nn.Linear)]
-    with torch.no_grad():
-        linear[0].bias.copy_(torch.tensor(arrays[f"{name}/b0"]))
-        for number, layer in enumerate(linear):
-            layer.weight.copy_(torch.tensor(arrays[f"{name}/W{number}"]))
-    return objective, linear
-
-
 def test_scd_loss_equals_the_recorded_one(figures):
-    """Loss, its two parts, and the gradients of views and projector."""
     arrays = figures.arrays("scd_cases")
     for case in figures.json("scd_cases")["cases"]:
         name, code = case["name"], case["oracle"]["code"]
-        objective, linear = scd_of(case, arrays)
+        weights = {"repulsion_weight": case["task_alpha"], "decorrelation_weight": case["task_beta"]}
+        weights |= {"off_diagonal_weight": case["task_lambda"], "temperature": case["temp"]}
+        config = ScdConfig(projector=[int(size) for size in case["projector"].split("-")], **weights)
+        objective = Scd(config, RunContext(), case["D"]).double()
+        linear = [layer for layer in objective.projector if isinstance(layer, torch.nn.Linear)]
+        with torch.no_grad():
+            linear[0].bias.copy_(torch.tensor(arrays[f"{name}/b0"]))
+            for number, layer in enumerate(linear):
+                layer.weight.copy_(torch.tensor(arrays[f"{name}/W{number}"]))
         views = tensor(arrays[f"{name}/z"])
         terms = differentiated(objective, views)
         assert deviation([sum(terms.values())], [case["official_loss"]]) < LIMIT, name
@@ -223,8 +206,7 @@ def test_scl_loss_equals_the_recorded_one(figures):
     arrays = figures.arrays("scl_cases")
     for case in figures.json("scl_cases")["cases"]:
         name = case["name"]
-        positives = "all" if case["pos_num"] < 0 else case["pos_num"]
-        objective = scl_of(case, arrays, positives=positives)
+        objective = scl_of(case, arrays, positives="all" if case["pos_num"] < 0 else case["pos_num"])
         views = tensor([arrays[f"{name}/e1"], arrays[f"{name}/e2"]])
         terms = differentiated(objective, views.transpose(0, 1), scl_facts(case, arrays))
         assert deviation([sum(terms.values())], [case["official_total"]]) < LIMIT, name
@@ -251,15 +233,11 @@ def test_scl_without_an_anchor_is_cross_entropy(figures):
     torch.testing.assert_close(gradient, (1 - case["lamb"]) * views.grad)
 
 
-@pytest.mark.parametrize(
-    ("recorded", "gradient", "changes"),
-    [
-        ("SupConLoss", "grad_SupConLoss", {}),
-        ("SupConLoss_simclr", None, {"labels": False}),
-        ("new_SupCon_forward", "grad_new_SupCon", {"reference_supcon": True}),
-        ("new_SimCLR_forward", "grad_new_SimCLR", {"reference_supcon": True, "labels": False}),
-    ],
-)
+@pytest.mark.parametrize(("recorded", "gradient", "changes"), [
+    ("SupConLoss", "grad_SupConLoss", {}), ("SupConLoss_simclr", None, {"labels": False}),
+    ("new_SupCon_forward", "grad_new_SupCon", {"reference_supcon": True}),
+    ("new_SimCLR_forward", "grad_new_SimCLR", {"reference_supcon": True, "labels": False}),
+])  # fmt: skip
 def test_supcon_loss_equals_the_recorded_one(figures, recorded, gradient, changes):
     """Khosla's loss and SimCLR, and the released forms, whose target is the rank of the class."""
     arrays = figures.arrays("simcse_cases")

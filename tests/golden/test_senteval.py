@@ -67,7 +67,6 @@ def test_alignment_and_uniformity_equal_the_recorded_ones(figures, monkeypatch):
 
 
 def flat(scores):
-    """The official result of a task under our names."""
     if "all" in scores:
         return {"spearman.mean": scores["all"]["spearman"]["mean"]}
     if isinstance(scores.get("acc"), list):

@@ -64,12 +64,10 @@ def replayed_draws(case):
 
 
 def test_spans_equal_the_recorded_ones(figures):
-    """Every recorded decision leads to the recorded spans, windows included."""
     traces = figures.json("span_traces")["traces"]
     assert traces
     for case in traces:
-        config = config_of(case)
-        spans = place_in(config, replayed_draws(case), case["n"])
+        spans = place_in(config_of(case), replayed_draws(case), case["n"])
         if case["error"] is None:
             assert spans.anchors[0].tolist() == case["anchors"], case
             assert spans.positives[0].reshape(-1, 2).tolist() == case["positives"], case
@@ -91,25 +89,6 @@ def test_span_errors_equal_the_recorded_ones(figures):
             place_in(config_of(case), draws, num_tokens)
 
 
-def one_pair_a_document(case, spans):
-    """One anchor and one of its positives of each document, so that all rows are independent; anchors in turn."""
-    row = np.arange(len(spans.anchors))
-    turn = row % case["A"]
-    return spans.anchors[row, turn].T, spans.positives[row, turn, 0].T
-
-
-def fractions(case, spans):
-    (start, end), (first, last) = one_pair_a_document(case, spans)
-    return {
-        "subsumed": (first >= start) & (last <= end),
-        "subsumes_anchor": (first <= start) & (last >= end),
-        "adjacent_left": last == start,
-        "adjacent_right": first == end,
-        "clipped": (start < last - first) | (end > case["n"] - (last - first)),
-        "disjoint_not_adjacent": (last < start) | (first > end),
-    }
-
-
 def chi_square(observed, expected):
     """p-value of counts against expected counts; cells that expect less than 5 are put together."""
     observed, expected = np.asarray(observed, float), np.asarray(expected, float)
@@ -121,12 +100,10 @@ def chi_square(observed, expected):
 
 
 def share(hits, probability):
-    """p-value of a number of hits."""
     return stats.binomtest(int(hits.sum()), len(hits), min(1.0, probability)).pvalue
 
 
 def mean(values, law):
-    """p-value of the mean of independent values of a law with this mean and variance."""
     if law["var"] == 0:
         return float((values == law["mean"]).all())
     return 2 * stats.norm.sf(abs(values.mean() - law["mean"]) / np.sqrt(law["var"] / len(values)))
@@ -138,16 +115,17 @@ def p_values(case, pmf, num_documents):
     keys = np.random.default_rng(case["seed"]).integers(0, 2**64, num_documents, dtype=np.uint64)
     spans = place_in(config, draw(config, case["seed"], np.zeros(num_documents, np.int64), keys), case["n"])
     windows = spans.anchors[..., 0] // case["l_max"]
-    (start, _), (first, _) = one_pair_a_document(case, spans)
+    row = np.arange(num_documents)  # one anchor and one of its positives of each, so that all are independent
+    (start, end), (first, last) = spans.anchors[row, row % case["A"]].T, spans.positives[row, row % case["A"], 0].T
     found = {}
     for kind, lengths in (("anchor", spans.anchors), ("positive", spans.positives)):
         law = pmf[f"pmf/{kind}_l{case['l_min']}-{case['l_max']}"]
         sizes = (lengths[..., 1] - lengths[..., 0]).reshape(-1)  # independent, whatever the document
         counts = np.bincount(sizes - case["l_min"], minlength=len(law))
         found[f"{kind} length"] = chi_square(counts, law * counts.sum())
-    one = windows[np.arange(num_documents), np.arange(num_documents) % case["A"]]
     marginal = np.array(exact["window_marginal"])
-    found["window"] = chi_square(np.bincount(one, minlength=len(marginal)), marginal * num_documents)
+    counts = np.bincount(windows[row, row % case["A"]], minlength=len(marginal))
+    found["window"] = chi_square(counts, marginal * num_documents)
     if exact.get("window_joint"):
         counts = Counter(",".join(map(str, row)) for row in windows.tolist())
         joint = exact["window_joint"]
@@ -155,9 +133,12 @@ def p_values(case, pmf, num_documents):
         found["windows"] = chi_square([counts[key] for key in joint], np.array(list(joint.values())) * num_documents)
     found["anchor start"] = mean(start, exact["anchor_start"])
     found["offset"] = mean(first - start, exact["rel_offset"])
-    hits = fractions(case, spans)
+    apart = (last < start) | (first > end)
+    hits = {"subsumed": (first >= start) & (last <= end), "subsumes_anchor": (first <= start) & (last >= end)}
+    hits |= {"adjacent_left": last == start, "adjacent_right": first == end, "disjoint_not_adjacent": apart}
+    hits["clipped"] = (start < last - first) | (end > case["n"] - (last - first))
     found |= {name: share(hits[name], probability) for name, probability in exact["fractions"].items()}
-    assert not hits["disjoint_not_adjacent"].any()
+    assert not apart.any()
     return found
 
 
@@ -187,7 +168,6 @@ def masked(case, ids):
 
 
 def test_masks_have_the_shares_of_bert_and_specials_and_what_is_not_selected_stay(figures):
-    """How many are selected and what becomes of them, by exact binomial tests."""
     cases, arrays = figures.json("mlm_cases"), figures.arrays("mlm_cases")
     for case in cases["cases"]:
         drawn = np.random.default_rng(case["seed"]).integers(0, case["V"], (case["B"], case["T"]))
@@ -215,8 +195,7 @@ def test_replacements_cover_the_whole_vocabulary(figures):
     _, new, selected = masked(case, np.full((400, 512), 7))
     drawn = new[selected & (new != case["V"] - 1) & (new != 7)]
     counts = np.bincount(drawn, minlength=case["V"])
-    others = np.delete(np.arange(case["V"]), [7, case["V"] - 1])
-    assert stats.chisquare(counts[others]).pvalue > P_VALUE
+    assert stats.chisquare(counts[np.delete(np.arange(case["V"]), [7, case["V"] - 1])]).pvalue > P_VALUE
 
 
 def test_masks_of_tokens_are_independent():

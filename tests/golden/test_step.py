@@ -144,7 +144,6 @@ def test_gradients_of_each_term_equal_the_recorded_ones(figures, terms, microbat
 
 
 def test_learning_rates_equal_the_recorded_ones(figures):
-    """Every recorded curve of a run that knew its number of steps."""
     cases = [case for case in figures.json("optim")["lr"] if case["name"].startswith("known_steps")]
     assert cases
     for case in cases:

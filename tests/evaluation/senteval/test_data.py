@@ -84,7 +84,6 @@ def test_an_archive_is_read_as_a_stream_and_only_what_is_wanted_is_written(serve
 
 
 def test_download_command_counts_and_names_what_failed(server, tmp_path, capsys):
-    """From a mirror that has one file: what was fetched, what failed, what cannot be had, and the check of it all."""
     server.files["senteval.tar"] = tar([("SUBJ/subj.objective", b"an objective line\n")])
     assert main(["evaluate", "--download", str(tmp_path), "--mirror", server.address]) == 1
     said = capsys.readouterr().out
@@ -101,7 +100,6 @@ def test_download_command_counts_and_names_what_failed(server, tmp_path, capsys)
 
 
 def test_every_task_has_published_figures_and_a_hash_of_each_file():
-    """Each path of the public table is one that a task reads, and each single file is pinned."""
     assert set(published()) == {task.name for task in ALL_TASKS}
     bases = json.loads(files("declutr.evaluation.senteval").joinpath("published.json").read_bytes())["basis"]
     for name, figures in published().items():
@@ -122,15 +120,11 @@ def test_every_task_has_published_figures_and_a_hash_of_each_file():
     assert [name for name in SETS if set(SETS[name]) & set(STSB_MULTI)] == ["stsb-multi"]
 
 
-@pytest.mark.parametrize(
-    ("task", "ones", "zeros", "rows"),
-    [
-        ("SUBJ", 5000, 5000, ()),  # other sentences in the right number
-        # princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers
-        ("SUBJ", 5000, 20, ("SUBJ: 5,020 rows", "published 10,000")),
-        ("MR", 50, 24, ("MR: 74 rows", "published 10,662")),
-    ],
-)
+@pytest.mark.parametrize(("task", "ones", "zeros", "rows"), [
+    ("SUBJ", 5000, 5000, ()),  # other sentences in the right number
+    # princeton-nlp/SimCSE#84, facebookresearch/SentEval#63; printed as 99.60 in two papers
+    ("SUBJ", 5000, 20, ("SUBJ: 5,020 rows", "published 10,000")), ("MR", 50, 24, ("MR: 74 rows", "published 10,662")),
+])  # fmt: skip
 def test_other_data_are_refused_and_scored_with_a_mark_when_asked(tmp_path, task, ones, zeros, rows):
     good, bad = [f"good number {n} ." for n in range(ones)], [f"bad number {n} ." for n in range(zeros)]
     write_binary(tmp_path, good, bad)
@@ -208,20 +202,13 @@ def test_a_sentence_is_kept_as_published(translations, tmp_path):
     assert (split.first, split.second) == (("two\nlines", "a  b"), (".", "\u3000c"))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('"a","b",1\n"a","b"\n', ("stsb-de-test.csv", "line 2", "`sentence,sentence,score`", "2 cells")),
-        ("a,b,c,1\n", ("line 1", "4 cells")),
-        ("a,b,1\n\nc,d,2\n", ("line 2", "0 cells")),
-        ("a,b,1\nc,d,5.1\n", ("line 2", "score 5.1", "0..5")),
-        ("a,b,nan\n", ("score nan", "0..5")),
-        ("a,b,good\n", "could not convert"),
-        ('a,b,1\n"c,d,2\n', ("line 2", "end of data")),
-        ('a,b,1\n"c"x,d,2\n', ("line 2", "expected after")),
-        ("a,b," + "1" * 200_000, "stsb-de-test.csv"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ('"a","b",1\n"a","b"\n', ("stsb-de-test.csv", "line 2", "`sentence,sentence,score`", "2 cells")),
+    ("a,b,c,1\n", ("line 1", "4 cells")), ("a,b,1\n\nc,d,2\n", ("line 2", "0 cells")),
+    ("a,b,1\nc,d,5.1\n", ("line 2", "score 5.1", "0..5")), ("a,b,nan\n", ("score nan", "0..5")),
+    ("a,b,good\n", "could not convert"), ('a,b,1\n"c,d,2\n', ("line 2", "end of data")),
+    ('a,b,1\n"c"x,d,2\n', ("line 2", "expected after")), ("a,b," + "1" * 200_000, "stsb-de-test.csv"),
+])  # fmt: skip
 def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
     write_translations(tmp_path, languages=("de",))
     write(tmp_path, GERMAN, text)
@@ -230,7 +217,6 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
 
 
 def evaluated(translations, output, *options):
-    """The scores of words of the languages."""
     words = ["--data", str(translations), "--output", str(output), "--allow-unchecked", *options]
     assert main(["evaluate", "hashed-words:32", *words]) == 0
     return json.loads((output / "scores.json").read_text())

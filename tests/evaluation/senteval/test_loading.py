@@ -49,29 +49,25 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(every_task):
     assert sorted(numbers.values()) == list(range(5 + 3))
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "expected"),
-    [
-        # latin-1, sorted by length, then class
-        ("MR", "all", [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]),
-        ("TREC", "train", [("What is NASA ?", 0), ("Who is Jos\u00e9 ?", 3)]),
-        ("TREC", "test", [("How far : a mile ?", 5)]),  # colons are kept, the fine label is not
-        ("SST2", "dev", [("na\u00efve", 0), ("it is good", 1)]),
-        ("SST5", "dev", [("bad", 0), ("very good", 4)]),
-        ("MRPC", "test", [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]),
-        # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
-        ("SNLI", "train",
-         [(("a dog", "an animal"), 1), (("a man sleeps", "he sleeps"), 0), (("a man sleeps", "he is awake"), 2)]),
-        ("SICK-E", "test", [(("A dog", "A dog"), 2), (("It rains", "It is dry"), 0), (("A dog runs", "A cat"), 1)]),
-        ("SICK-R", "test",
-         [(("A dog", "A dog"), 5.0), (("It rains", "It is dry"), 1.0), (("A dog runs", "A cat"), 3.3)]),
-        ("STS-B", "dev", [(("a man", "a woman runs"), 0.25), (("a man", "a woman runs"), 5.0)]),
-        ("STS12", "MSRpar",
-         [(("d", "e"), 1.0), (("b", "c"), 3.25), (("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]),
-        # of four rows, those that have a score
-        ("STS15", "belief", [(("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "split", "expected"), [
+    # latin-1, sorted by length, then class
+    ("MR", "all", [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]),
+    ("TREC", "train", [("What is NASA ?", 0), ("Who is Jos\u00e9 ?", 3)]),
+    ("TREC", "test", [("How far : a mile ?", 5)]),  # colons are kept, the fine label is not
+    ("SST2", "dev", [("na\u00efve", 0), ("it is good", 1)]), ("SST5", "dev", [("bad", 0), ("very good", 4)]),
+    ("MRPC", "test", [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]),
+    # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
+    ("SNLI", "train",
+     [(("a dog", "an animal"), 1), (("a man sleeps", "he sleeps"), 0), (("a man sleeps", "he is awake"), 2)]),
+    ("SICK-E", "test", [(("A dog", "A dog"), 2), (("It rains", "It is dry"), 0), (("A dog runs", "A cat"), 1)]),
+    ("SICK-R", "test",
+     [(("A dog", "A dog"), 5.0), (("It rains", "It is dry"), 1.0), (("A dog runs", "A cat"), 3.3)]),
+    ("STS-B", "dev", [(("a man", "a woman runs"), 0.25), (("a man", "a woman runs"), 5.0)]),
+    ("STS12", "MSRpar",
+     [(("d", "e"), 1.0), (("b", "c"), 3.25), (("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]),
+    # of four rows, those that have a score
+    ("STS15", "belief", [(("a man", "a dog runs"), 5.0), (("three words here", "x"), 0.2)]),
+])  # fmt: skip
 def test_rows_of_a_split_are_those_of_its_file_in_senteval_s_order(every_task, name, split, expected):
     assert rows(load(find(name), every_task).splits[split]) == expected
 
@@ -105,29 +101,25 @@ def test_pickles_are_never_opened(tmp_path):
 SST2 = "downstream/SST/binary/sentiment-dev"
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "text", "said"),
-    [
-        ("SST2", SST2, "good\t1\nbad\n", ("sentiment-dev", "line 2", "cut short", "'bad'")),
-        ("SST5", "downstream/SST/fine/sentiment-dev", "4 good\n7 odd\n", ("line 2", "class 7", "0..4")),
-        ("TREC", "downstream/TREC/TREC_10.label", "WHO:x y z\n", ("'WHO'", "ABBR")),
-        ("SNLI", "downstream/SNLI/labels.dev", "neutral\nneutral\n-\n", ("line 3", "'-'", "entailment")),
-        ("TREC", "downstream/TREC/TREC_10.label", "NUM:x How ?\n\nNUM:x So ?\n", ("TREC_10.label", "line 2", "blank")),
-        ("SST2", SST2, "good\t1\n \n", ("sentiment-dev", "line 2", "blank")),
-        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "\n", ("sts-dev.csv", "line 1", "blank")),
-        ("Tense", "probing/past_present.txt", "tr\tPAST\tIt .\n\n", ("past_present.txt", "line 2", "blank")),
-        ("SNLI", "downstream/SNLI/s2.dev", "he\n", ("s1.dev 3", "s2.dev 1", "labels.dev 3", "download")),
-        ("MRPC", "downstream/MRPC/msr_paraphrase_test.txt", "1\t2\t3\ta\tb\n", "no header"),
-        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "a\tb\tc\td\tnan\te\tf\n", ("score nan", "0..5")),
-        ("STS13", "downstream/STS/STS13-en-test/STS.gs.FNWN.txt", "5\n", ("STS.input.FNWN.txt 4", "STS.gs.FNWN.txt 1")),
-        ("Tense", "probing/past_present.txt", "tr\tPAST\tIt was .\nva\tPAST\tSo .\n", "no test rows"),
-        ("Tense", "probing/past_present.txt", "tr\tA\tx\nva\tA\ty\nte\tB\tz\n", ("test", "train", "B")),
-        ("SST2", SST2, "<!DOCTYPE html><html>404", "web page"),
-        ("SST2", SST2, "", ("empty", "download")),
-        ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
-        ("MR", "downstream/MR/rt-polarity.pos", "PK\3\4\0\0", "zero bytes"),
-    ],
-)
+@pytest.mark.parametrize(("name", "file", "text", "said"), [
+    ("SST2", SST2, "good\t1\nbad\n", ("sentiment-dev", "line 2", "cut short", "'bad'")),
+    ("SST5", "downstream/SST/fine/sentiment-dev", "4 good\n7 odd\n", ("line 2", "class 7", "0..4")),
+    ("TREC", "downstream/TREC/TREC_10.label", "WHO:x y z\n", ("'WHO'", "ABBR")),
+    ("SNLI", "downstream/SNLI/labels.dev", "neutral\nneutral\n-\n", ("line 3", "'-'", "entailment")),
+    ("TREC", "downstream/TREC/TREC_10.label", "NUM:x How ?\n\nNUM:x So ?\n", ("TREC_10.label", "line 2", "blank")),
+    ("SST2", SST2, "good\t1\n \n", ("sentiment-dev", "line 2", "blank")),
+    ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "\n", ("sts-dev.csv", "line 1", "blank")),
+    ("Tense", "probing/past_present.txt", "tr\tPAST\tIt .\n\n", ("past_present.txt", "line 2", "blank")),
+    ("SNLI", "downstream/SNLI/s2.dev", "he\n", ("s1.dev 3", "s2.dev 1", "labels.dev 3", "download")),
+    ("MRPC", "downstream/MRPC/msr_paraphrase_test.txt", "1\t2\t3\ta\tb\n", "no header"),
+    ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "a\tb\tc\td\tnan\te\tf\n", ("score nan", "0..5")),
+    ("STS13", "downstream/STS/STS13-en-test/STS.gs.FNWN.txt", "5\n", ("STS.input.FNWN.txt 4", "STS.gs.FNWN.txt 1")),
+    ("Tense", "probing/past_present.txt", "tr\tPAST\tIt was .\nva\tPAST\tSo .\n", "no test rows"),
+    ("Tense", "probing/past_present.txt", "tr\tA\tx\nva\tA\ty\nte\tB\tz\n", ("test", "train", "B")),
+    ("SST2", SST2, "<!DOCTYPE html><html>404", "web page"), ("SST2", SST2, "", ("empty", "download")),
+    ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ("MR", "downstream/MR/rt-polarity.pos", "PK\3\4\0\0", "zero bytes"),
+])  # fmt: skip
 def test_unreadable_line_is_named(every_task, tmp_path, name, file, text, said):
     for path in find(name).paths:
         write(tmp_path, path, (every_task / path).read_text(encoding="latin-1"), "latin-1")
