@@ -5,13 +5,13 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import cpukernel  # noqa: F401 - registers the kernels
 import numpy as np
 import pytest
 import torch
 from messages import all_of, says
+from processes import ROOT
 
 from benchmarks import batch, embed, record, step, workload
 from benchmarks.adapt import main
@@ -25,7 +25,6 @@ from declutr.trainer.model.attention import Kernels
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.texts import Texts
 
-ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}
 TINY = ["--model", "tiny", "--device", "cpu", "--spans", "8", "24"]
 
@@ -93,28 +92,23 @@ def test_rows_fit_the_objective_and_have_the_lengths_of_real_texts(objective, la
     assert all(row == labels for row in rows.column("labels").to_pylist())
     read = Texts(rows)
     assert read.sizes.min() >= 1
-    assert read.tokens.min() >= 4
-    assert read.tokens.max() < 999
-    first = read.sizes[read.first]
-    known = workload._PREMISE if pairs else workload._SENTENCE
-    assert abs(np.median(first) - known[10]) <= 2
+    assert 4 <= read.tokens.min() <= read.tokens.max() < 999
+    lengths = workload._PREMISE if pairs else workload._SENTENCE
+    assert abs(np.median(read.sizes[read.first]) - lengths[10]) <= 2
     assert len({row["id"] for row in rows.to_pylist()}) == 400
 
 
 def test_documents_are_shards_rows():
     spans = SpanConfig(min_tokens=8, max_tokens=64)
     table = workload.documents(3, 5, spans, 1000, seed=1)
-    assert table.schema.equals(
-        shard_schema(1000, Geometry(num_anchors=2, max_tokens=64), "made up"), check_metadata=True
-    )
+    schema = shard_schema(1000, Geometry(num_anchors=2, max_tokens=64), "made up")
+    assert table.schema.equals(schema, check_metadata=True)
     assert table.slice(2, 2).equals(workload.documents(5, 2, spans, 1000, seed=1))
-    lengths = table.column("num_tokens").to_pylist()
-    assert min(lengths) >= spans.min_document_tokens
+    assert min(table.column("num_tokens").to_pylist()) >= spans.min_document_tokens
     for row in table.to_pylist():
         assert len(row["tokens"]) == row["num_tokens"]
         assert row["windows"] == window_starts(row["num_tokens"], 64).tolist()
-        assert min(row["tokens"]) >= 4
-        assert max(row["tokens"]) < 999
+        assert 4 <= min(row["tokens"]) <= max(row["tokens"]) < 999
     assert len(set(table.column("id").to_pylist())) == 5
     assert not workload.documents(3, 5, spans, 1000, seed=2).equals(table)
 
@@ -126,9 +120,13 @@ def test_a_peak_sees_what_was_freed():
     assert record.peak(torch.device("cpu")) - before > 400  # threads of other tests may free memory meanwhile
 
 
-@pytest.fixture
-def documents(tmp_path):
-    """120 documents in two files, of which the second repeats a long and a short one of the first, and a tokenizer."""
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_benchmark_of_prepare_has_figures(tmp_path):
+    """120 documents in two files, of which the second repeats a long and a short one of the first, and a tokenizer.
+
+    As a command, whose functions are of `__main__`, which `datasets` sends to its processes otherwise.
+    """
     rng = np.random.default_rng(0)
     words = [f"word{number}" for number in range(200)]
     texts = [" ".join(rng.choice(words, length)) for length in [400, 20, *rng.integers(20, 400, 116)]]
@@ -137,21 +135,14 @@ def documents(tmp_path):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as stream:
             stream.writelines(json.dumps({"text": text}) + "\n" for text in part)
     train_tokenizer([" ".join(words)], 400).save_pretrained(str(tmp_path / "tokenizer"))
-    return ["--corpus", str(tmp_path / "*.jsonl.gz"), "--tokenizer", str(tmp_path / "tokenizer"), "--max-tokens", "64"]
-
-
-@pytest.mark.nightly
-@pytest.mark.ray
-def test_benchmark_of_prepare_has_figures(tmp_path, documents):
-    """As a command, whose functions are of `__main__`, which `datasets` sends to its processes otherwise."""
+    words = ["--corpus", str(tmp_path / "*.jsonl.gz"), "--tokenizer", str(tmp_path / "tokenizer"), "--max-tokens", "64"]
 
     def run(arguments):
         subprocess.run([sys.executable, "-m", "benchmarks.prepare", *arguments], cwd=ROOT, check=True)
 
-    found = figures(run, tmp_path, *documents, "--rounds", "1")
+    found = figures(run, tmp_path, *words, "--rounds", "1")
     assert found["engine"] == "tiktoken"
-    assert found["documents"]["read"] == 120
-    assert 0 < found["documents"]["kept"] < 120
+    assert 0 < found["documents"]["kept"] < found["documents"]["read"] == 120
     assert found["share_of_limit"] > 0
     assert found["disk_mib"]["peak"] > found["disk_mib"]["shards"] > 0
     assert found["peak_rss_mib"] is None or found["peak_rss_mib"] > 50
@@ -160,8 +151,8 @@ def test_benchmark_of_prepare_has_figures(tmp_path, documents):
     assert found["mib_per_s"] > 0
 
 
-def wrong(*given):
-    return 1.5 * kernels.attend(*given)
+def wrong(*inputs):
+    return 1.5 * kernels.attend(*inputs)
 
 
 @pytest.mark.parametrize(

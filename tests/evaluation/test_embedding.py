@@ -38,15 +38,13 @@ def rows_of(texts):
 
 
 def write_inputs(folder):
-    lines = jsonl(folder / "in.jsonl", rows_of(LINES))
+    rows, half = rows_of(LINES), len(LINES) // 2
     (folder / "in.txt").write_text("\n".join(LINES) + "\n")
-    (folder / "in.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
-    table = pa.Table.from_pylist(rows_of(LINES))
-    pq.write_table(table, folder / "in.parquet", row_group_size=20)
-    half = len(LINES) // 2
+    (folder / "in.jsonl.gz").write_bytes(gzip.compress(jsonl(folder / "in.jsonl", rows).read_bytes()))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "in.parquet", row_group_size=20)
     (folder / "several").mkdir()
-    pq.write_table(table.slice(half), folder / "several/b.parquet")
-    jsonl(folder / "several/a.jsonl", rows_of(LINES)[:half])
+    pq.write_table(pa.Table.from_pylist(rows[half:]), folder / "several/b.parquet")
+    jsonl(folder / "several/a.jsonl", rows[:half])
 
 
 def embed(model, source, output, *more):
@@ -61,43 +59,38 @@ def vectors(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["in.txt", "in.jsonl.gz", "in.parquet", "several"])
-def test_every_input_gives_what_sentence_transformers_gives(model, expected, tmp_path, source):
+def test_every_input_gives_what_sentence_transformers_gives_and_rows_carry_their_ids(model, expected, tmp_path, source):
     write_inputs(tmp_path)
-    for output in ("out.npy", "out.parquet"):
-        assert embed(model, tmp_path / source, tmp_path / output, "--unit-mib", 0.0005) == 0
-        np.testing.assert_allclose(vectors(tmp_path / output), expected, atol=1e-5, rtol=0)
-    assert pq.read_table(tmp_path / "out.parquet").column("row").to_pylist() == list(range(len(LINES)))
+    ids = [] if source == "in.txt" else ["--id-field", "key"]
+    for name, more in (("out.npy", []), ("out.parquet", ids)):
+        assert embed(model, tmp_path / source, tmp_path / name, "--unit-mib", 0.0005, *more) == 0
+        np.testing.assert_allclose(vectors(tmp_path / name), expected, atol=1e-5, rtol=0)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.column("row").to_pylist() == list(range(len(LINES)))
+    assert not ids or table.column("id").to_pylist() == [row["key"] for row in rows_of(LINES)]
     names = {path.name for path in tmp_path.iterdir() if "out" in path.name}
     assert names == {"out.npy", "out.npy.json", "out.parquet", "out.parquet.json"}
-
-
-@pytest.mark.parametrize("source", ["in.jsonl.gz", "in.parquet"])
-def test_rows_carry_their_ids(model, expected, tmp_path, source):
-    write_inputs(tmp_path)
-    assert embed(model, tmp_path / source, tmp_path / "out.parquet", "--id-field", "key") == 0
-    assert pq.read_table(tmp_path / "out.parquet").column("id").to_pylist() == [row["key"] for row in rows_of(LINES)]
-    np.testing.assert_allclose(vectors(tmp_path / "out.parquet"), expected, atol=1e-5, rtol=0)
-    assert embed(model, tmp_path / source, tmp_path / "out.npy", "--id-field", "key") == 1
+    assert not ids or embed(model, tmp_path / source, tmp_path / "out.npy", *ids) == 1
 
 
 def test_several_columns_are_joined(tmp_path):
     (tmp_path / "in.csv").write_text("title,body\na,b c\nd,\n")
     pq.write_table(pa.table({"text": ["a\nb c", "d"]}), tmp_path / "joined.parquet")
-    given = ["--text-field", "title", "--text-field", "body"]
-    assert main(["embed", "hashed-words:8", str(tmp_path / "in.csv"), "--output", str(tmp_path / "a.npy"), *given]) == 0
-    assert main(["embed", "hashed-words:8", str(tmp_path / "joined.parquet"), "--output", str(tmp_path / "b.npy")]) == 0
+    fields = ["--text-field", "title", "--text-field", "body"]
+    for source, output, more in (("in.csv", "a.npy", fields), ("joined.parquet", "b.npy", [])):
+        words = ["embed", "hashed-words:8", str(tmp_path / source), "--output", str(tmp_path / output), *more]
+        assert main(words) == 0
     np.testing.assert_array_equal(vectors(tmp_path / "a.npy"), vectors(tmp_path / "b.npy"))
 
 
 def test_embed_truncates_then_normalises_then_rounds(model, expected, tmp_path):
     write_inputs(tmp_path)
-    shape = ("--dimensions", 8, "--normalise", "--dtype", "float16")
+    shape, first = ("--dimensions", 8, "--normalise", "--dtype", "float16"), expected[:, :8]
     for output in ("out.npy", "out.parquet"):
         assert embed(model, tmp_path / "in.txt", tmp_path / output, *shape) == 0
         found = vectors(tmp_path / output)
         assert found.dtype == np.float16
-        kept = expected[:, :8]
-        np.testing.assert_allclose(found, kept / np.linalg.norm(kept, axis=1, keepdims=True), atol=1e-3)
+        np.testing.assert_allclose(found, first / np.linalg.norm(first, axis=1, keepdims=True), atol=1e-3)
     assert embed(model, tmp_path / "in.txt", tmp_path / "out.npy", "--dimensions", 33) == 1
 
 
@@ -131,12 +124,17 @@ def test_embed_of_unreadable_input_stops_or_counts_it(model, expected, tmp_path,
 
 
 def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model, tmp_path):
+    """The word `auto` means bf16 on a GPU, whose parts must not be joined with those of fp32 on a CPU."""
     write_inputs(tmp_path)
     output = tmp_path / "out.npy"
-    assert embed(model, tmp_path / "in.txt", output) == 0
-    first = output.stat().st_mtime_ns
-    assert embed(model, tmp_path / "in.txt", output) == 0
-    assert output.stat().st_mtime_ns == first
+    jobs = []
+    for number, precision in enumerate(("auto", "auto", "fp32", "bf16", "auto")):
+        assert embed(model, tmp_path / "in.txt", output, "--precision", precision) == 0
+        jobs.append((read_note(output).job, read_note(output).precision, output.stat().st_ino))
+        build_index(output, tmp_path / f"index-{number}")
+    assert jobs[0] == jobs[1] == jobs[2]
+    assert (jobs[2][1], jobs[3][1]) == ("fp32", "bf16")
+    assert jobs[3][0] != jobs[0][0] == jobs[4][0]
     raw = (tmp_path / "in.txt").read_text()
     (tmp_path / "in.txt").write_text(raw.replace("ab cd", "cd ab"))  # of the same size
     before = vectors(output)
@@ -158,21 +156,6 @@ def test_ray_writes_the_same_bytes_as_this_process(model, tmp_path, monkeypatch)
     assert (tmp_path / "here.npy").read_bytes() == (tmp_path / "ray.npy").read_bytes()
 
 
-def test_embed_job_by_auto_on_a_cpu_is_that_of_fp32_and_not_of_bf16(model, tmp_path):
-    """The word `auto` means bf16 on a GPU, whose parts must not be joined with these."""
-    write_inputs(tmp_path)
-    output = tmp_path / "out.npy"
-    jobs = []
-    for precision in ("auto", "fp32", "bf16"):
-        assert embed(model, tmp_path / "in.txt", output, "--precision", precision) == 0
-        jobs.append((read_note(output).job, read_note(output).precision, output.stat().st_ino))
-        build_index(output, tmp_path / precision)
-    assert jobs[0] == jobs[1]
-    assert jobs[0][1] == "fp32"
-    assert jobs[2][1] == "bf16"
-    assert jobs[2][0] != jobs[0][0]
-
-
 def test_worker_of_embed_with_another_encoder_than_the_command_has_is_refused(model, tmp_path):
     """The name of a run means its newest checkpoint, which may appear between the two."""
     write_inputs(tmp_path)
@@ -189,24 +172,25 @@ MODEL = "hashed-words:256"
 
 
 @pytest.fixture
-def texts(tmp_path):
+def command(tmp_path):
+    """Words that embed 3,000 texts; what is missing is the output."""
     (tmp_path / "in.txt").write_text("".join(f"word{number} and more\n" for number in range(3000)))
-    return tmp_path / "in.txt"
+    return ["embed", MODEL, str(tmp_path / "in.txt"), "--unit-mib", "0.01", "--output"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["npy", "parquet"])
-def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suffix, capsys):
+def test_a_full_disk_is_told_and_the_same_command_continues(command, tmp_path, suffix, capsys):
     with small_volume(tmp_path / "disk", 16) as volume:
         output = volume.path / f"out.{suffix}"
-        command = ["embed", MODEL, str(texts), "--output", str(output), "--unit-mib", "0.01"]
+        command.append(str(output))
         for left in (0, 2**20):  # in the first unit, in a later one
             volume.fill(leave_bytes=left)
             assert main(command) == 1
-            told = capsys.readouterr().err.splitlines()[-1]
-            assert "No space left" in told
+            message = capsys.readouterr().err.splitlines()[-1]
+            assert "No space left" in message
             if left:  # units are finished
-                says(told, "same command")
+                says(message, "same command")
             assert not output.exists()
             volume.drain()
         assert main(command) == 0
@@ -215,31 +199,26 @@ def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suf
         for left in (2**20, 3_340_000):  # in the vectors of 3.1 MB, in the map of 0.25 MB
             volume.fill(leave_bytes=left)
             assert main(index) == 1
-            assert capsys.readouterr().err.splitlines()[-1].startswith(("[Errno 28]", str(volume.path)))
+            says(capsys.readouterr().err, f"--output {place}: No space left on device; nothing was written")
             assert not place.exists()
             assert not map_file.exists()
             volume.drain()
         assert main(index) == 0
 
 
-def test_embed_of_an_output_in_use_is_refused(texts, tmp_path, capsys):
+def test_an_output_in_use_is_refused_and_parts_that_could_not_be_removed_are_removed(command, tmp_path, refused):
     output, parts = tmp_path / "out.npy", tmp_path / ".out.npy.parts"
-    command = ["embed", MODEL, str(texts), "--output", str(output)]
+    command.append(str(output))
     parts.mkdir()
     with (parts / ".lock").open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        assert main(command) == 1
-        says(capsys.readouterr().err, "another `declutr embed`", "another file")
+        refused(command, "another `declutr embed`", "another file")
         assert parts.is_dir()
         assert not output.exists()
     assert main(command) == 0  # what a killed one leaves holds nobody up
     assert np.load(output).shape == (3000, 256)
     assert not parts.exists()
-
-
-def test_parts_that_a_finished_job_could_not_remove_are_removed_by_the_next_call(texts, tmp_path):
-    output, parts = tmp_path / "out.npy", tmp_path / ".out.npy.parts"
-    command = ["embed", MODEL, str(texts), "--output", str(output)]
+    output.unlink()
     (tmp_path / "disk").mkdir()
     parts.symlink_to(tmp_path / "disk")  # which no `rmtree` removes
     assert main(command) == 0
@@ -273,8 +252,7 @@ def killed(name, command):
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_writes_the_same_bytes(texts, tmp_path):
-    command = ["embed", MODEL, str(texts), "--unit-mib", "0.01", "--output"]
+def test_killed_and_started_again_it_writes_the_same_bytes_and_reads_replaced_inputs_anew(command, tmp_path):
     assert main([*command, str(tmp_path / "whole.npy")]) == 0
     parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
     killed("/00002.json", [*command, str(output)])
@@ -286,29 +264,24 @@ def test_killed_and_started_again_it_writes_the_same_bytes(texts, tmp_path):
     assert (tmp_path / "kept").stat().st_mtime_ns == before, "a finished unit was done again"
     assert output.read_bytes() == (tmp_path / "whole.npy").read_bytes()
     assert not parts.exists()
-
-
-@pytest.mark.slow
-def test_inputs_replaced_between_kill_and_restart_are_read_anew(texts, tmp_path):
-    """Another content of the same size and time."""
-    command = ["embed", MODEL, str(texts), "--unit-mib", "0.01", "--output"]
-    killed("/out.npy", [*command, str(tmp_path / "out.npy")])  # its units are finished
+    killed("/again.npy", [*command, str(tmp_path / "again.npy")])  # its units are finished
+    texts = tmp_path / "in.txt"
     times = texts.stat()
-    texts.write_text(texts.read_text().replace("word0 and", "other and"))
+    texts.write_text(texts.read_text().replace("word0 and", "other and"))  # of the same size and time
     os.utime(texts, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert texts.stat().st_size == times.st_size
-    for name in ("out.npy", "new.npy"):
+    for name in ("again.npy", "new.npy"):
         assert main([*command, str(tmp_path / name)]) == 0
-    assert np.array_equal(np.load(tmp_path / "out.npy"), np.load(tmp_path / "new.npy"))
+    assert np.array_equal(np.load(tmp_path / "again.npy"), np.load(tmp_path / "new.npy"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("renamed", [pytest.param("/00000.json", marks=pytest.mark.nightly), "/out.npy.json"])
-def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_encoder(texts, tmp_path, renamed):
+def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_encoder(command, tmp_path, renamed):
     """`out.npy` and the part of a unit take their names before the file that says whose they are."""
-    given = [str(texts), "--output", str(tmp_path / "out.npy")]
-    before, other = ["embed", MODEL, *given], ["embed", "hashed-words@1:256", *given]
-    assert main(["embed", MODEL, str(texts), "--output", str(tmp_path / "whole.npy")]) == 0
+    words = [command[2], "--output", str(tmp_path / "out.npy")]
+    before, other = ["embed", MODEL, *words], ["embed", "hashed-words@1:256", *words]
+    assert main(["embed", MODEL, *words[:2], str(tmp_path / "whole.npy")]) == 0
     if renamed == "/00000.json":
         killed("/out.npy", before)
     else:

@@ -1,4 +1,4 @@
-"""What the files of an encoder declare is computed, or named as not read; hostile files are refused unused."""
+"""What files of an encoder declare is computed, prompts too, or named as not read; hostile ones are refused unused."""
 
 import json
 import shutil
@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 import torch
 from encoderfiles import BERT, DENSE, POOLING, SENTENCES, keys, modules, pipe, text
-from folders import TEXTS, encoder_folder
+from folders import TEXTS, encoder_folder, jsonl
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import cos_sim
 from tinyruns import state_of
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+import declutr
 from declutr.adaptation.candidates import load_transformer
+from declutr.cli.main import main
 from declutr.common.errors import DamagedError, EncoderError
+from declutr.embedding.note import read_note
 from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import in_role
 from declutr.evaluation.retrieval.compare import embed_windows
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import ENCODER
@@ -35,7 +40,6 @@ class Model(RobertaModel):
 
 
 def test_code_beside_a_type_of_the_library_runs_with_trust(folder):
-    """The own class doubles the hidden states of the library's."""
     before = load_encoder(str(folder), pooling="mean").encode(TEXTS)
     (folder / "modeling.py").write_text(DOUBLED)
     keys("config.json", auto_map={"AutoModel": "modeling.Model"})(folder)
@@ -47,7 +51,7 @@ def test_code_beside_a_type_of_the_library_runs_with_trust(folder):
 
 @pytest.mark.parametrize("after", [[], ["Normalize"], ["Dense"]])
 @pytest.mark.parametrize("size", [8, 32])
-def test_truncate_dim_cuts_embeddings_as_sentence_transformers_does(tmp_path, after, size):
+def test_truncate_dim_cuts_embeddings_as_sentence_transformers_does_and_is_not_adapted(tmp_path, after, size):
     folder = encoder_folder(tmp_path / "encoder", after=after, truncate_dim=size)
     encoder = load_encoder(str(folder))
     expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
@@ -56,15 +60,16 @@ def test_truncate_dim_cuts_embeddings_as_sentence_transformers_does(tmp_path, af
     windows, owners = embed_windows(encoder, TEXTS)
     assert windows.shape[1] == encoder.size
     assert len(owners) > len(TEXTS), "a long text has windows"
+    if size == 8:
+        with pytest.raises(EncoderError, match=all_of("truncate_dim = 8", "remove it")):
+            load_transformer(str(folder))
 
 
-def test_an_encoder_that_cuts_its_embeddings_is_not_adapted(tmp_path):
-    folder = encoder_folder(tmp_path / "encoder", truncate_dim=8)
-    with pytest.raises(EncoderError, match=all_of("truncate_dim = 8", "remove it")):
-        load_transformer(str(folder))
-
-
-def test_settings_that_change_nothing_here_are_named_once(folder, log):
+def test_settings_that_change_nothing_here_are_named_once(folder, whole, tmp_path, log):
+    SentenceTransformer(str(whole), device="cpu").save(str(tmp_path / "saved"))
+    keys(BERT, model_args={"add_pooling_layer": False})(tmp_path / "saved")  # as our exports have
+    load_encoder(str(tmp_path / "saved"))
+    assert "not read" not in "\n".join(log)
     keys(SENTENCES, similarity_fn_name="dot", colour="red")(folder)
     keys(BERT, query_length=32, transformer_task="feature-extraction")(folder)
     keys(POOLING, temperature=2)(folder)
@@ -72,28 +77,19 @@ def test_settings_that_change_nothing_here_are_named_once(folder, log):
     for _ in range(2):
         load_encoder(str(folder))
     warnings = "\n".join(log)
-    says(warnings, "config_sentence_transformers.json", "not read: colour = red, similarity_fn_name = dot")
-    says(warnings, "sentence_bert_config.json", "not read: query_length = 32")
-    says(warnings, "1_Pooling/config.json", "not read: temperature = 2")
-    says(warnings, str(folder / "2_Dense/config.json"), "not read: gain = 3")
+    for file, setting in (
+        (SENTENCES, "colour = red, similarity_fn_name = dot"), (BERT, "query_length = 32"),
+        (POOLING, "temperature = 2"), (str(folder / DENSE), "gain = 3"),
+    ):  # fmt: skip
+        says(warnings, file, f"not read: {setting}")
     assert warnings.count("colour") == 1
     assert "transformer_task" not in warnings
 
 
-def test_a_folder_that_sentence_transformers_writes_is_read_whole(whole, tmp_path, log):
-    SentenceTransformer(str(whole), device="cpu").save(str(tmp_path / "saved"))
-    keys(BERT, model_args={"add_pooling_layer": False})(tmp_path / "saved")  # as our exports have
-    load_encoder(str(tmp_path / "saved"))
-    assert "not read" not in "\n".join(log)
-
-
-def test_a_module_names_the_folder_above(folder):
+def test_an_encoder_with_a_decoder_says_so_and_a_module_names_the_folder_above(folder):
     for name in ("1_Pooling", "2_Dense"):
         with pytest.raises(EncoderError, match=all_of(name, "one module of an encoder", f"above it: {folder}")):
             load_encoder(str(folder / name))
-
-
-def test_an_encoder_with_a_decoder_says_so(folder):
     shape = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 1, "num_heads": 2}
     config = AutoConfig.for_model("t5", vocab_size=len(AutoTokenizer.from_pretrained(folder)), **shape)
     AutoModel.from_config(config).encoder.save_pretrained(folder)
@@ -101,9 +97,6 @@ def test_an_encoder_with_a_decoder_says_so(folder):
     with pytest.raises(EncoderError, match=all_of("model type t5 has a decoder")) as refusal:
         load_encoder(str(folder))
     assert "download" not in str(refusal.value).lower()
-
-
-TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +118,8 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def added(number):
-    def change(folder):
-        found = json.loads((folder / "tokenizer.json").read_text())
-        found["added_tokens"].append({"id": number, "content": "<x>", **TOKEN})
-        (folder / "tokenizer.json").write_text(json.dumps(found))
-
-    return change
-
-
+TOKEN = {"id": 10**7, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+TOKEN |= {"special": True}
 many_modules = modules(lambda entries: entries + [{"path": str(n), "type": "x.Normalize"} for n in range(60_000)])
 
 
@@ -164,18 +150,17 @@ HOSTILE = [
     (keys(SENTENCES, default_prompt_name="p", prompts={"p": "x" * 2**23}), "MiB; it may have 8"),
     (keys(SENTENCES, default_prompt_name="p", prompts={"p": 5}), "its prompts must be texts by name"),
     (keys(SENTENCES, default_prompt_name=["p"]), "its prompts must be texts by name"),
-    (keys(POOLING, pooling_mode=5), "pooling '5' is not one of"),
-    (many_modules, "modules.json lists 60,002 modules"),
+    (keys(POOLING, pooling_mode=5), "pooling '5' is not one of"), (many_modules, "modules.json lists 60,002 modules"),
     (pipe("config.json"), "config.json is not a file but a pipe"),
     (pipe("model.safetensors"), "model.safetensors is not a file but a pipe"),
     (pipe(POOLING), "config.json is not a file but a pipe"),
     (text("adapter_config.json", "{}"), "it is an adapter of another model"),
-    (added(10**7), "a token has the id 10,000,000, and the tokenizer has"),
+    (keys("tokenizer.json", added_tokens=[TOKEN]), "a token has the id 10,000,000, and the tokenizer has"),
     (keys("tokenizer.json", model=5), "cannot be loaded as an encoder: Exception: data did not match"),
     (keys("tokenizer.json", pre_tokenizer=splitting("(a+)+$")), "repeats a group, which may take"),
     (keys("tokenizer.json", normalizer={"type": "Sequence", "normalizers": GROWING}), "more than 256 times as long"),
     (keys("tokenizer.json", normalizer={"type": "Prepend", "prepend": "x" * 10**6}), "more than 256 times as long"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("alarm")
@@ -190,7 +175,6 @@ def test_the_file_is_named_and_nothing_is_built(plain, tmp_path, change, told):
 
 @pytest.fixture
 def run(plain, tmp_path):
-    """A run with the tokenizer and one checkpoint of random size."""
     folder = tmp_path / "run"
     checkpoint.save(folder / "checkpoints", state_of(1), {ENCODER: {"x": torch.zeros(1)}})
     shutil.copytree(plain, folder / "tokenizer", ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
@@ -204,19 +188,15 @@ def scratch(**values):
 
 
 @pytest.mark.usefixtures("alarm")
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (scratch(num_hidden_layers=10**9), ("num_hidden_layers = 1000000000", "at most 1,000")),
-        (scratch(num_attention_heads=0), ("num_attention_heads = 0", "at least 1")),
-        (scratch(intermediate_size=10**7), "config.json"),
-        (scratch(hidden_size="32"), ("hidden_size = '32'", "number")),
-        (pipe("config.yaml"), ("pipe", "device", "file")),
-        (pipe("checkpoints/step-00000001/state.json"), ("pipe", "device")),
-        (pipe(f"checkpoints/step-00000001/{ENCODER}"), "no complete checkpoint"),
-        (pipe("tokenizer/tokenizer.json"), ("tokenizer.json", "pipe")),
-    ],
-)
+@pytest.mark.parametrize(("change", "told"), [
+    (scratch(num_hidden_layers=10**9), ("num_hidden_layers = 1000000000", "at most 1,000")),
+    (scratch(num_attention_heads=0), ("num_attention_heads = 0", "at least 1")),
+    (scratch(intermediate_size=10**7), "config.json"), (scratch(hidden_size="32"), ("hidden_size = '32'", "number")),
+    (pipe("config.yaml"), ("pipe", "device", "file")),
+    (pipe("checkpoints/step-00000001/state.json"), ("pipe", "device")),
+    (pipe(f"checkpoints/step-00000001/{ENCODER}"), "no complete checkpoint"),
+    (pipe("tokenizer/tokenizer.json"), ("tokenizer.json", "pipe")),
+])  # fmt: skip
 def test_runs_are_checked_like_exports(run, change, told):
     scratch()(run)
     change(run)
@@ -228,15 +208,19 @@ PATTERNS = [
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r" ?[^(\s|[.,!?…。，、।۔،])]+",
-    r"<\|startoftext\|>|<\|endoftext\|>|'s|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
-]
+    r" ?[^(\s|[.,!?…。，、।۔،])]+", r"<\|startoftext\|>|<\|endoftext\|>|'s|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+]  # fmt: skip
 
 
-def test_tokenizers_in_use_are_within_the_bounds():
+def test_tokenizers_and_large_encoders_in_use_are_within_the_bounds():
     """The patterns of GPT-2, Llama 3, GPT-4o, BLOOM and CLIP."""
     for pattern in PATTERNS:
         check_steps({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [splitting(pattern)]}})
+    check_config({"hidden_size": 8192, "num_hidden_layers": 126, "num_attention_heads": 128, "rope_theta": 500_000_000})
+    check_config({"vocab_size": 262_144, "max_position_embeddings": 1_048_576, "type_vocab_size": 0, "layers": [1, 2]})
+    check_size(8_000_000_000, 8_000_000_000)
+    with pytest.raises(DamagedError):
+        check_size(2**27, 1000)
 
 
 EXPONENTIAL = ["(a|aa)+$", "(?:a*){2,}b", r"(.*)\1", "((a)*)*", r"a*a*a*\d", "x" * 3000, "([)])+", "(a?){30}a{30}"]
@@ -250,9 +234,116 @@ def test_patterns_that_may_take_exponential_time(pattern):
         check_steps({"normalizer": {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}})
 
 
-def test_large_encoders_in_use_are_within_the_bounds():
-    check_config({"hidden_size": 8192, "num_hidden_layers": 126, "num_attention_heads": 128, "rope_theta": 500_000_000})
-    check_config({"vocab_size": 262_144, "max_position_embeddings": 1_048_576, "type_vocab_size": 0, "layers": [1, 2]})
-    check_size(8_000_000_000, 8_000_000_000)
-    with pytest.raises(DamagedError):
-        check_size(2**27, 1000)
+E5 = {"query": "query: ", "passage": "passage: "}
+PASSAGE = {"prompt_name": "passage"}
+PROMPTS = {"query_prompt": "query: ", "document_prompt": "passage: "}
+DOCUMENTS = ["one two three", "naïve façade", "word and more", "ab cd"]
+
+
+def prompted(folder, prompts=E5, include=True, pooling="mean", **options):
+    path = encoder_folder(folder, pooling=pooling, max_tokens=20, prompts=prompts, **options)
+    keys("1_Pooling/config.json", include_prompt=include)(path)
+    return path
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize(("prompts", "default", "query", "document"), [
+    (E5, None, "query: ", "passage: "), ({"query": "query: ", "document": ""}, None, "query: ", ""),
+    ({"query": "", "document": "text: ", "passage": "passage: "}, "query", "", "text: "),
+    ({"corpus": "text: ", "other": "other: "}, "other", "", "text: "),
+    ({"query": "", "document": ""}, None, "", ""),
+    ({"other": "other: "}, "other", "other: ", "other: "),  # of every text
+])  # fmt: skip
+def test_roles_have_the_embeddings_of_sentence_transformers(
+    tmp_path, include, pooling, prompts, default, query, document
+):
+    path = prompted(tmp_path / "encoder", prompts, include, pooling, default_prompt_name=default)
+    encoder, theirs = load_encoder(path, device="cpu"), SentenceTransformer(str(path), device="cpu")
+    close(encoder.encode(TEXTS), theirs.encode(TEXTS))
+    close(in_role(encoder, "query").encode(TEXTS), theirs.encode(TEXTS, prompt=query))
+    close(in_role(encoder, "document").encode(TEXTS), theirs.encode(TEXTS, prompt=document))
+    close(load_encoder(path, device="cpu", role="query").encode(TEXTS), theirs.encode(TEXTS, prompt=query))
+    assert in_role(encoder, "query") is in_role(encoder, "query"), "a service asks for it at every query"
+    if "passage" not in prompts and "corpus" not in prompts and default is None:
+        close(in_role(encoder, "document").encode(TEXTS), theirs.encode_document(TEXTS))
+
+
+def test_prompts_of_the_user_replace_those_of_the_folder_and_pairs_are_scored_with_both(tmp_path, caplog):
+    plain, path = prompted(tmp_path / "plain", {}), prompted(tmp_path / "encoder")
+    theirs = SentenceTransformer(str(path), device="cpu")
+    encoder = load_encoder(plain, device="cpu", **PROMPTS)
+    close(in_role(encoder, "query").encode(TEXTS), theirs.encode_query(TEXTS))
+    close(in_role(encoder, "document").encode(TEXTS), theirs.encode(TEXTS, **PASSAGE))
+    assert encoder.fingerprint != load_encoder(plain, device="cpu").fingerprint
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": text[:4], "text": text} for text in DOCUMENTS])
+    scores = []
+    for number, (model, prompts) in enumerate(((path, {}), (plain, PROMPTS), (plain, {}))):
+        found = declutr.evaluate(model, pairs=pairs, output=tmp_path / str(number), **prompts)["pairs"]
+        scores.append(list(found["scores"].values()))
+    assert scores[0] == scores[1] != scores[2]
+    caplog.clear()
+    encoder = load_encoder(path, device="cpu")
+    for _ in range(2):
+        encoder.encode(["ab cd"])
+    (line,) = [line for line in caplog.messages if "no prompt goes before" in line]
+    says(line, "'query: '", "'passage: '")
+
+
+def test_a_search_asks_with_the_prompt_of_queries_and_compares_documents_with_theirs(tmp_path, capsys):
+    path = prompted(tmp_path / "encoder")
+    (tmp_path / "in.txt").write_text("\n".join(DOCUMENTS) + "\n")
+    output = tmp_path / "documents.npy"
+    assert main(["embed", str(path), str(tmp_path / "in.txt"), "--output", str(output)]) == 0
+    says(capsys.readouterr().err, "'passage: '", "before every text")
+    theirs = SentenceTransformer(str(path), device="cpu")
+    close(np.load(output), theirs.encode(DOCUMENTS, **PASSAGE))
+    assert read_note(output).config.choice.role == "document"
+    declutr.index(output, tmp_path / "index")
+    cosines = cos_sim(theirs.encode(DOCUMENTS, **PASSAGE), theirs.encode_query(["two words"])).numpy()[:, 0]
+    hits = declutr.search(tmp_path / "index", "two words")
+    assert [hit.text for hit in hits] == [DOCUMENTS[place] for place in np.argsort(-cosines)]
+    close([hit.cosine for hit in hits], np.sort(cosines)[::-1])
+
+
+def test_embed_takes_the_role_that_it_is_told_and_an_index_keeps_the_users_prompt_of_queries(tmp_path, capsys):
+    path, plain, source = prompted(tmp_path / "encoder"), prompted(tmp_path / "plain", {}), tmp_path / "in.txt"
+    source.write_text("\n".join(DOCUMENTS) + "\n")
+    theirs = SentenceTransformer(str(path), device="cpu")
+    for role, prompt in (("query", "query: "), ("document", "passage: ")):
+        declutr.embed(path, source, tmp_path / f"{role}.npy", role=role)
+        close(np.load(tmp_path / f"{role}.npy"), theirs.encode([f"{prompt}{text}" for text in DOCUMENTS]))
+    capsys.readouterr()
+    assert main(["embed", str(plain), str(source), "--output", str(tmp_path / "o.npy"), "--role", "query"]) == 0
+    says(capsys.readouterr().err, "--role query: has no effect", "declares no prompts")
+    declutr.embed(plain, source, tmp_path / "d.npy", **PROMPTS)
+    declutr.index(tmp_path / "d.npy", tmp_path / "index")
+    hit = declutr.search(tmp_path / "index", "ab cd", 1)[0]
+    plain = SentenceTransformer(str(plain), device="cpu")
+    close(hit.cosine, cos_sim(*plain.encode(["query: ab cd", f"passage: {hit.text}"])).item())
+
+
+def test_a_graph_has_the_prompts_of_its_encoder(tmp_path):
+    pytest.importorskip("onnxruntime")
+    path = prompted(tmp_path / "encoder")
+    declutr.export(path, tmp_path / "graph", to="onnx")
+    graph, theirs = load_encoder(tmp_path / "graph"), SentenceTransformer(str(path), device="cpu")
+    close(in_role(graph, "query").encode(TEXTS), theirs.encode_query(TEXTS))
+    close(in_role(graph, "document").encode(TEXTS), theirs.encode(TEXTS, **PASSAGE))
+    assert json.loads((tmp_path / "graph" / "declutr_onnx.json").read_text())["prompts"] == E5
+
+
+@pytest.mark.parametrize(("name", "options", "words"), [
+    ("hashed-words:8", {"query_prompt": "q: "}, ("--query-prompt 'q: '", "no effect", "hashed words")),
+    ("folder", {"query_prompt": "x" * 20_000}, ("prompt has 20,000 characters", "16,384")),
+    ("unpooled", {"long_texts": "windows", "role": "query"}, ("leaves its prompt out", "long_texts = cut")),
+    ("unpooled", {"max_tokens": 4, "role": "query"}, ("its prompt fills the 4 tokens",)),
+])  # fmt: skip
+def test_prompts_that_cannot_be_applied_are_refused(tmp_path, name, options, words):
+    path = name if ":" in name else prompted(tmp_path / "encoder", include=name != "unpooled")
+    with pytest.raises(EncoderError, match=all_of(*words)):
+        load_encoder(path, device="cpu", **options).encode(["one two three four five six seven eight nine ten " * 3])

@@ -11,11 +11,12 @@ import torch
 from encoderfiles import BERT, keys
 from folders import TEXTS, encoder_folder
 from messages import says
+from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
 from declutr.cli.main import main
 from declutr.common.errors import EncoderError
-from declutr.common.storage import hash_file, read_json
+from declutr.common.storage import hash_file
 from declutr.encoders.exported import SETTINGS
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
@@ -24,6 +25,8 @@ from declutr.evaluation.export.job import MEASUREMENT, write_static
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
 pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
+WORDS = [f"word{chr(97 + first)}{chr(97 + second)}" for first in range(26) for second in range(8)]
+LINES = [" ".join(WORDS[place : place + 20]) for place in range(180)]
 STSB = "\n".join(f"a\tb\tc\td\t{number % 6}\ttext {number}\tword text {number % 5}" for number in range(12))
 
 
@@ -32,15 +35,10 @@ def export(folder, output, kind, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "pooling", "after"),
-    [
-        ("roberta", "mean", []),
-        ("roberta", "mean_without_cls", []),
-        ("bert", "max", ["Dense", "Normalize"]),
-        ("modernbert", "mean", []),  # its rotary embeddings need the older opset
-    ],
-)
+@pytest.mark.parametrize(("family", "pooling", "after"), [
+    ("roberta", "mean", []), ("roberta", "mean_without_cls", []), ("bert", "max", ["Dense", "Normalize"]),
+    ("modernbert", "mean", []),  # its rotary embeddings need the older opset
+])  # fmt: skip
 def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
     folder, output = encoder_folder(tmp_path / "encoder", family, pooling, after), tmp_path / "onnx"
     assert export(folder, output, "onnx") == 0
@@ -50,9 +48,8 @@ def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
     for size in (1, 7, len(TEXTS)):
         rows = tokenizer.encode_batch(TEXTS[:size])
         inputs = {"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}
-        (found,) = session.run(
-            ["sentence_embedding"], {name: np.array(value, np.int64) for name, value in inputs.items()}
-        )
+        inputs = {name: np.array(value, np.int64) for name, value in inputs.items()}
+        (found,) = session.run(["sentence_embedding"], inputs)
         np.testing.assert_allclose(found, expected[:size], atol=1e-4, rtol=0)
     np.testing.assert_allclose(load_encoder(str(output)).encode(TEXTS), expected, atol=1e-4, rtol=0)
     tokenizer.no_truncation()
@@ -61,8 +58,7 @@ def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
         load_encoder(str(output))
     tokenizer.add_tokens(["beyond"])
     tokenizer.save(str(output / "tokenizer.json"))
-    settings = read_json(output / SETTINGS) | {"tokenizer": hash_file(output / "tokenizer.json")}
-    (output / SETTINGS).write_text(json.dumps(settings))
+    keys(SETTINGS, tokenizer=hash_file(output / "tokenizer.json"))(output)
     with pytest.raises(EncoderError, match="onnxruntime cannot compute it"):  # at once, before such a text comes
         load_encoder(str(output))
 
@@ -105,14 +101,19 @@ def test_integers_are_measured_on_texts_of_the_corpus_that_set_no_range(tmp_path
 
 
 @pytest.mark.slow
-def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
-    from sentence_transformers import SentenceTransformer
-
+def test_table_has_the_numbers_of_sentence_transformers_and_records_that_cannot_be_read_are_counted(tmp_path, capsys):
+    lines = [json.dumps({"body": line}) for line in LINES]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([lines[0], "no json", '{"body": 3}', *lines[1:]]))
+    more = ["--corpus", tmp_path / "corpus.jsonl", "--vocabulary-size", 150, "--dimensions", 8]
     folder, output = encoder_folder(tmp_path / "encoder"), tmp_path / "static"
-    words = [f"word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8)]
-    (tmp_path / "corpus.txt").write_text("\n".join(" ".join(words[one : one + 20]) for one in range(180)))
-    more = ["--corpus", tmp_path / "corpus.txt", "--vocabulary-size", 150, "--dimensions", 8]
+    assert export(folder, output, "static", *more) == 1
+    says(capsys.readouterr().err, "--corpus", "--text-field", "body")
+    more += ["--text-field", "body"]
     assert export(folder, output, "static", *more) == 0
+    says(capsys.readouterr().out.splitlines(), "skipped", "1 invalid_json")
+    figures = json.loads((output / MEASUREMENT).read_text())
+    assert figures["corpus"] == {"read": 180, "skipped": {"invalid_json": 1, "no_text_field": 1}, "cut": False}
+    assert figures["cosine"] is None
     texts = ["", "wordaa wordbb", "€ unknown ✓", "wordaa " * 1000, "\n\t"]
     encoder = load_encoder(str(output))
     theirs = SentenceTransformer(str(output), device="cpu").encode(texts)
@@ -121,46 +122,49 @@ def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     with pytest.raises(TypeError, match="a list of texts"):
         encoder.encode("wordaa")
     growing = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
-    tokenizer = json.loads((output / "tokenizer.json").read_text())
-    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [growing] * 3}
-    (output / "tokenizer.json").write_text(json.dumps(tokenizer))
+    keys("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [growing] * 3})(output)
     with pytest.raises(EncoderError, match="more than 256 times as long"):
         load_encoder(str(output))
-    assert json.loads((output / MEASUREMENT).read_text())["cosine"] is None
     first = (output / "model.safetensors").read_bytes()
     assert export(folder, tmp_path / "again", "static", *more) == 0
     assert (tmp_path / "again/model.safetensors").read_bytes() == first
+    (tmp_path / "bad.jsonl").write_text('{"body": 3}\n{"body": 4}\n')
+    bad = ["--corpus", tmp_path / "bad.jsonl", "--text-field", "body"]
+    assert export(folder, tmp_path / "out", "static", *bad) == 1
+    says(capsys.readouterr().err, "--corpus", "no text", "2 records", "bad.jsonl")
 
 
 @pytest.mark.parametrize("size", [8, 32])
 def test_table_of_an_uncased_encoder_is_uncased_also_if_it_cuts_its_embeddings(tmp_path, size):
     folder = encoder_folder(tmp_path / "encoder", truncate_dim=size)
     keys(BERT, do_lower_case=True)(folder)
-    words = " ".join(f"Word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8))
-    write_static(load_encoder(str(folder)), [words] * 2, tmp_path, 200, 8)
+    write_static(load_encoder(str(folder)), [" ".join(map(str.capitalize, WORDS))] * 2, tmp_path, 200, 8)
     assert "W" not in Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
 
 
-@pytest.mark.parametrize("damage", ["model.onnx", "tokenizer.json", "declutr_onnx.json"])
-def test_damaged_graph_is_named(tmp_path, damage):
-    for name in ("model.onnx", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "declutr_onnx.json").write_text(json.dumps({"size": 4, "prompt": ""}))
-    (tmp_path / damage).write_text("{")
-    with pytest.raises(EncoderError, match=str(tmp_path)):
-        load_encoder(str(tmp_path))
+def test_damaged_graph_is_named(tmp_path):
+    whole = {"model.onnx": "{}", "tokenizer.json": "{}", "declutr_onnx.json": json.dumps({"size": 4, "prompt": ""})}
+    for damage in whole:
+        for name, content in (whole | {damage: "{"}).items():
+            (tmp_path / name).write_text(content)
+        with pytest.raises(EncoderError, match=str(tmp_path)):
+            load_encoder(str(tmp_path))
+    for setting in ({"max_tokens": 8}, {"pooling": "cls"}):  # which an export has fixed
+        with pytest.raises(EncoderError, match="export again"):
+            load_encoder(str(tmp_path), **setting)
 
 
 def test_problems_are_told_at_once_and_nothing_is_written(tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    assert export(tmp_path / "none", tmp_path / "out", "static", "--stsb", tmp_path, "--pairs", tmp_path / "p") == 1
-    told = capsys.readouterr().err
-    says(told, tmp_path / "none", "no such folder")
-    says(told, "--output", tmp_path / "out", "exists")
-    says(told, "--to static", "--corpus")
-    says(told, "--stsb", "sts-test.csv")
-    says(told, tmp_path / "p", "no such file")
-    assert not list((tmp_path / "out").iterdir())
+    out = tmp_path / "out"
+    out.mkdir()
+    assert export(tmp_path / "none", out, "static", "--stsb", tmp_path, "--pairs", tmp_path / "p") == 1
+    message = capsys.readouterr().err
+    for parts in (
+        (tmp_path / "none", "no such folder"), ("--output", out, "exists"), ("--to static", "--corpus"),
+        ("--stsb", "sts-test.csv"), (tmp_path / "p", "no such file"),
+    ):  # fmt: skip
+        says(message, *parts)
+    assert not list(out.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -170,21 +174,23 @@ def test_folder_that_is_read_only_is_named(tmp_path, capsys):
     says(capsys.readouterr().err, "--output", "nothing can be written")
 
 
-def test_only_transformers_become_graphs(tmp_path, capsys):
+def test_only_transformers_become_graphs_and_it_says_what_packages_to_install(tmp_path, monkeypatch, capsys):
+    from declutr.evaluation.export.graph import OPSETS, write_graph
+
     assert export("hashed-words:8", tmp_path / "out", "onnx") == 1
     says(capsys.readouterr().err, "only transformers")
     assert not list(tmp_path.iterdir())
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)  # importing it raises ImportError
+            assert export("hashed-words:8", tmp_path / "out", "onnx-int8") == 1
+        says(capsys.readouterr().err, package, "pip install")
 
+    class Odd(torch.nn.Module):
+        """A layer whose work depends on the numbers themselves, which no graph can hold."""
 
-class Odd(torch.nn.Module):
-    """A layer whose work depends on the numbers themselves, which no graph can hold."""
-
-    def forward(self, rows):
-        return rows * sum(1 for value in rows.flatten().tolist() if value > 0)
-
-
-def test_layer_that_no_graph_can_hold_is_refused(tmp_path):
-    from declutr.evaluation.export.graph import OPSETS, write_graph
+        def forward(self, rows):
+            return rows * sum(1 for value in rows.flatten().tolist() if value > 0)
 
     encoder = load_encoder(str(encoder_folder(tmp_path / "encoder")), device="cpu")
     encoder.after.append(Odd())
@@ -192,43 +198,10 @@ def test_layer_that_no_graph_can_hold_is_refused(tmp_path):
         write_graph(encoder, tmp_path, OPSETS[0])
 
 
-@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
-def test_without_its_packages_it_says_what_to_install(package, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
-    assert export("hashed-words:8", tmp_path / "out", "onnx-int8") == 1
-    says(capsys.readouterr().err, package, "pip install")
-
-
-@pytest.mark.parametrize("option", ["max_tokens", "pooling"])
-def test_settings_that_an_export_has_fixed_are_refused(tmp_path, option):
-    (tmp_path / "declutr_onnx.json").write_text("{}")
-    with pytest.raises(EncoderError, match="export again"):
-        load_encoder(str(tmp_path), **{option: 8 if option == "max_tokens" else "cls"})
-
-
 def test_a_corpus_of_one_compressed_file_is_cut_within_it(tmp_path, monkeypatch):
     (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(b"a text of ten words and more, which is repeated\n" * 50))
-    config = {"model": "hashed-words:8", "to": "static", "output": tmp_path / "out"}
-    config = ExportConfig(corpus=[str(tmp_path / "corpus.txt.gz")], **config)
+    settings = {"model": "hashed-words:8", "to": "static", "output": tmp_path / "out"}
+    config = ExportConfig(corpus=[str(tmp_path / "corpus.txt.gz")], **settings)
     assert read_inputs(config).corpus_facts == {"read": 50, "skipped": {}, "cut": False}
     monkeypatch.setattr("declutr.evaluation.export.inputs._CORPUS_CHARACTERS", 100)
     assert read_inputs(config).corpus_facts == {"read": 3, "skipped": {}, "cut": True}
-
-
-@pytest.mark.slow
-def test_export_counts_the_records_of_the_corpus_that_cannot_be_read(tmp_path, capsys):
-    words = [f"word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8)]
-    lines = [json.dumps({"body": " ".join(words[one : one + 20])}) for one in range(180)]
-    (tmp_path / "corpus.jsonl").write_text("\n".join([lines[0], "no json", '{"body": 3}', *lines[1:]]))
-    more = ["--corpus", tmp_path / "corpus.jsonl", "--vocabulary-size", 150, "--dimensions", 8]
-    folder, output = encoder_folder(tmp_path / "encoder"), tmp_path / "static"
-    assert export(folder, output, "static", *more) == 1
-    says(capsys.readouterr().err, "--corpus", "--text-field", "body")
-    assert export(folder, output, "static", *more, "--text-field", "body") == 0
-    says(capsys.readouterr().out.splitlines(), "skipped", "1 invalid_json")
-    told = json.loads((output / MEASUREMENT).read_text())["corpus"]
-    assert told == {"read": 180, "skipped": {"invalid_json": 1, "no_text_field": 1}, "cut": False}
-    (tmp_path / "bad.jsonl").write_text('{"body": 3}\n{"body": 4}\n')
-    bad = ["--corpus", tmp_path / "bad.jsonl", "--text-field", "body"]
-    assert export(folder, tmp_path / "out", "static", *bad) == 1
-    says(capsys.readouterr().err, "--corpus", "no text", "2 records", "bad.jsonl")

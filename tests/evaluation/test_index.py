@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from encoderfiles import keys
 from folders import embed_rows, jsonl
 from messages import all_of, says
 
@@ -26,32 +27,26 @@ def embedded(tmp_path):
 
 
 def unit_vectors(folder):
-    """Vectors of an index, of length 1."""
     vectors = np.load(folder / "vectors.npy").astype(np.float32)
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-def test_the_nearest_texts_are_shown_with_their_scores(embedded, tmp_path, capsys):
+def test_the_nearest_texts_are_shown_with_their_scores_below_each_of_several_queries(embedded, tmp_path, capsys):
     assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 0
     capsys.readouterr()
     assert main(["search", str(tmp_path / "index"), "cat on the mat", "--top", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    encoder = load_encoder("hashed-words:256")
-    vectors = encoder.encode([*ANIMALS, "cat on the mat"])
+    vectors = load_encoder("hashed-words:256").encode([*ANIMALS, "cat on the mat"])
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     scores = vectors[:-1] @ vectors[-1]
-    expected = [
-        f"{scores[place]:6.3f}  n{place}  {ANIMALS[place]}" for place in np.argsort(-scores, kind="stable")[:3].tolist()
-    ]
-    assert lines == expected
+    places = np.argsort(-scores, kind="stable")[:3].tolist()
+    assert lines == [f"{scores[place]:6.3f}  n{place}  {ANIMALS[place]}" for place in places]
     assert lines[0].endswith("the cat sat on the mat")
-
-
-def test_ten_texts_of_a_line_each_are_shown_below_each_of_several_queries(tmp_path, capsys):
-    texts = [f"cat number{place}\nof the   mat" for place in range(12)]
-    build_index(embed_rows(tmp_path, texts), tmp_path / "index")
+    texts, many = [f"cat number{place}\nof the   mat" for place in range(12)], tmp_path / "many"
+    many.mkdir()
+    build_index(embed_rows(many, texts), many / "index")
     capsys.readouterr()
-    assert main(["search", str(tmp_path / "index"), "s3://cat", "mat"]) == 0
+    assert main(["search", str(many / "index"), "s3://cat", "mat"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (len(lines), lines[0], lines[11]) == (22, "# s3://cat", "# mat")
     assert all(line.endswith(" of the mat") and "  cat number" in line for line in lines if line[0] != "#")
@@ -70,8 +65,7 @@ def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix
     expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert main(["index", str(output), "--output", str(tmp_path / "kinds"), "--source-field", "kind"]) == 0
-    index = SearchIndex(tmp_path / "kinds")
-    texts = [(text.source, text.text) for text in index.texts(range(5))]
+    texts = [(text.source, text.text) for text in SearchIndex(tmp_path / "kinds").texts(range(5))]
     assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
     np.testing.assert_allclose(unit_vectors(tmp_path / "kinds")[rows], expected, atol=1e-6)
     build_index(output, tmp_path / "files")
@@ -84,64 +78,51 @@ def test_text_without_an_id_is_shown_with_its_file_and_its_number_there(tmp_path
     for name in ("a", "b"):
         lines = ["no json", *(json.dumps({"text": f"{name} {text}"}) for text in ANIMALS[:2])]
         (tmp_path / f"in/{name}.jsonl").write_text("\n".join(lines) + "\n")
-    output = tmp_path / "out.parquet"
-    given = ["embed", "hashed-words:64", str(tmp_path / "in"), "--output", str(output), "--skip-bad"]
-    assert main([*given, "--unit-mib", "0.0001"]) == 0
+    output, place = tmp_path / "out.parquet", str(tmp_path / "index")
+    words = ["embed", "hashed-words:64", str(tmp_path / "in"), "--output", str(output), "--skip-bad"]
+    assert main([*words, "--unit-mib", "0.0001"]) == 0
     records = pq.read_table(output).column("row").to_pylist()
     assert records == [1, 2, 4, 5]
     build_index(output, tmp_path / "index")
     assert [text.record for text in SearchIndex(tmp_path / "index").texts(range(4))] == records
     capsys.readouterr()
-    assert main(["search", str(tmp_path / "index"), "b the cat sat on the mat", "--top", "1"]) == 0
+    assert main(["search", place, "b the cat sat on the mat", "--top", "1"]) == 0
     says(capsys.readouterr().out, "b.jsonl text 2  b the cat sat on the mat")
 
 
-def test_another_encoder_and_a_folder_without_its_list_are_refused(embedded, tmp_path, capsys):
+def test_other_encoders_folders_addresses_files_and_inputs_are_refused(embedded, tmp_path, capsys, refused):
+    index = ["index", str(embedded), "--output", str(tmp_path / "index")]
     build_index(embedded, tmp_path / "index")
-    assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:256"]) == 1
-    says(capsys.readouterr().err, "hashed-words:256")
-    assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 1
+    refused(["search", tmp_path / "index", "cat", "--model", "hashed-words@1:256"], "hashed-words:256")
+    assert main(index) == 1
     (tmp_path / "index" / INDEX).unlink()
     with pytest.raises(UsageError, match="not an index"):
         SearchIndex(tmp_path / "index")
-
-
-def test_addresses_of_a_received_note_are_not_opened(embedded, tmp_path, capsys):
-    note = embedded.with_name(f"{embedded.name}.json")
-    values = json.loads(note.read_text())
-    values["config"]["inputs"] = ["s3://bucket/in.jsonl?endpoint_override=http://127.0.0.1:9"]
-    note.write_text(json.dumps(values))
-    assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 1
-    says(capsys.readouterr().err, "s3://bucket", "--open-addresses")
-
-
-def test_embed_overwrites_nothing_that_is_not_its_own(tmp_path, capsys):
     (tmp_path / "mine.npy").write_bytes(b"mine")
-    (tmp_path / "in.jsonl").write_text('{"text": "a cat"}\n')
-    given = ["embed", "hashed-words:8", str(tmp_path / "in.jsonl"), "--output"]
-    assert main([*given, str(tmp_path / "mine.npy")]) == 1
+    assert main(["embed", "hashed-words:8", str(tmp_path / "in"), "--output", str(tmp_path / "mine.npy")]) == 1
     says(capsys.readouterr().err, "mine.npy", "not of `declutr embed`")
     assert (tmp_path / "mine.npy").read_bytes() == b"mine"
+    note = embedded.with_name(f"{embedded.name}.json")
+    whole = note.read_text()
+    address = "s3://bucket/in.jsonl?endpoint_override=http://127.0.0.1:9"
+    keys(note.name, config=json.loads(whole)["config"] | {"inputs": [address]})(tmp_path)
+    refused([*index[:-1], tmp_path / "other"], "s3://bucket", "--open-addresses")
+    note.write_text(whole)
+    with (tmp_path / "in/a.jsonl").open("a") as stream:
+        stream.write('{"text": "more", "name": "n5"}\n')
+    with pytest.raises(UsageError, match="have changed"):
+        build_index(embedded, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("pattern", "output", "more", "status"),
-    [
-        ("*.*", "new.parquet", [], 1),
-        ("**/*.parquet", "new.parquet", [], 1),
-        ("**/*.parquet", "deep/er/new.parquet", [], 1),
-        ("../link/*.parquet", "new.parquet", [], 1),
-        ("*.json*", "new.npy", ["--format", "jsonl"], 1),
-        ("", "new.npy", ["--format", "jsonl"], 1),
-        ("", "new.parquet", [], 1),
-        ("b.jsonl", "b.jsonl", [], 1),
-        ("*.jsonl", "new.parquet", [], 0),
-        ("*.*", "new.npy", [], 0),
-        ("*.*", "deep/new.parquet", [], 0),
-        ("a[[]1].*", "a[1].parquet", [], 1),
-        ("a[1].jsonl", "a1.parquet", [], 0),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "output", "more", "status"), [
+    ("*.*", "new.parquet", [], 1), ("**/*.parquet", "new.parquet", [], 1),
+    ("**/*.parquet", "deep/er/new.parquet", [], 1), ("../link/*.parquet", "new.parquet", [], 1),
+    *[(pattern, "new.npy", ["--format", "jsonl"], 1) for pattern in ("*.json*", "")],
+    ("", "new.parquet", [], 1), ("b.jsonl", "b.jsonl", [], 1), ("*.jsonl", "new.parquet", [], 0),
+    ("*.*", "new.npy", [], 0), ("*.*", "deep/new.parquet", [], 0), ("a[[]1].*", "a[1].parquet", [], 1),
+    ("a[1].jsonl", "a1.parquet", [], 0),
+])  # fmt: skip
 def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path, capsys, pattern, output, more, status):
     """Otherwise `index` would find other inputs than those embedded."""
     folder = tmp_path / "texts"
@@ -149,46 +130,35 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
     (tmp_path / "link").symlink_to(folder)
     for name in ("a[1].jsonl", "b.jsonl"):
         (folder / name).write_text('{"text": "a cat"}\n')
-    target = folder / output
-    given = ["embed", "hashed-words:8", str(folder / pattern), "--output", str(target), *more]
-    assert main(given) == status
+    words = ["embed", "hashed-words:8", str(folder / pattern), "--output", str(folder / output), *more]
+    assert main(words) == status
     if status:
         says(capsys.readouterr().err, "--output", output, "is in the input")
         assert {path.name for path in folder.iterdir()} == {"a[1].jsonl", "b.jsonl"}
     else:
-        assert build_index(target, tmp_path / "index").facts.rows == (2 if pattern[0] == "*" else 1)
-
-
-def test_changed_inputs_are_not_indexed(embedded, tmp_path):
-    with (tmp_path / "in/a.jsonl").open("a") as stream:
-        stream.write('{"text": "more", "name": "n5"}\n')
-    with pytest.raises(UsageError, match="have changed"):
-        build_index(embedded, tmp_path / "index")
-    assert not (tmp_path / "index").exists()
+        assert build_index(folder / output, tmp_path / "index").facts.rows == (2 if pattern[0] == "*" else 1)
 
 
 def test_rows_with_equal_scores_are_in_order_and_nan_is_last(tmp_path):
     """As a stable sort of all scores gives them, also for as many texts as there are and for more."""
-    rng = np.random.default_rng(0)
-    vectors = rng.integers(-2, 3, (500, 3)).astype(np.float32)
+    vectors = np.random.default_rng(0).integers(-2, 3, (500, 3)).astype(np.float32)
     vectors[7] = np.inf  # its cosines are infinite or NaN
     np.save(tmp_path / "vectors.npy", np.where(np.isinf(vectors), 3e38, vectors))
     stored = StoredVectors(tmp_path / "vectors.npy", 500, 3, "float32")
     with np.errstate(over="ignore", invalid="ignore"):
         for scores in stored.cosines(np.array([[1, 1, 0], [9, -9, 9]], np.float32)):
             for top in (1, 10, 499, 500, 501):
-                expected = np.argsort(-scores, kind="stable")[:top]
-                np.testing.assert_array_equal(best_rows(scores, top), expected)
+                np.testing.assert_array_equal(best_rows(scores, top), np.argsort(-scores, kind="stable")[:top])
 
 
 ENCODER = "hashed-words:64"
 
 
-def embed_words(tmp_path, *options, suffix=".npy", count=600):
+def embed_words(folder, *options, suffix=".npy"):
     rng = np.random.default_rng(0)
     words = [f"w{number}" for number in range(300)]
-    texts = [" ".join(rng.choice(words, 10)) for _ in range(count)]
-    return embed_rows(tmp_path, texts, *options, encoder=ENCODER, suffix=suffix)
+    texts = [" ".join(rng.choice(words, 10)) for _ in range(600)]
+    return embed_rows(folder, texts, *options, encoder=ENCODER, suffix=suffix)
 
 
 def test_int8_keeps_the_direction_and_scales_each_row_to_127():
@@ -218,10 +188,14 @@ def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix):
         np.testing.assert_array_equal(np.load(output), shaped(vectors, Shape(dtype="int8")))
 
 
-def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path):
+def test_int8_index_is_a_quarter_the_same_every_time_and_scored_by_queries_that_are_not_rounded(tmp_path):
     output = embed_words(tmp_path)
     for dtype in ("float32", "int8"):
         build_index(output, tmp_path / dtype, dtype=dtype)
+    sizes = [(tmp_path / dtype / "vectors.npy").stat().st_size for dtype in ("float32", "int8")]
+    assert sizes[0] - sizes[1] == 3 * 600 * 64
+    hybrid = [build_index(output, tmp_path / name, dtype="int8", hybrid=True) for name in "ab"]
+    assert hybrid[0] == hybrid[1]
     index, exact = SearchIndex(tmp_path / "int8"), SearchIndex(tmp_path / "float32")
     rounded, queries = unit_vectors(tmp_path / "int8"), unit_vectors(tmp_path / "float32")
     for row in range(0, 600, 7):
@@ -231,23 +205,6 @@ def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path):
         assert cosines == sorted(cosines, reverse=True)
         assert hits[0].row == row
         np.testing.assert_allclose(cosines, [hit.cosine for hit in exact_hits], atol=0.01)
-
-
-def test_int8_index_is_a_quarter_in_size_and_the_same_every_time(tmp_path):
-    output = embed_words(tmp_path)
-    made = [build_index(output, tmp_path / str(number), dtype="int8", hybrid=True) for number in (1, 2)]
-    assert made[0] == made[1]
-    build_index(output, tmp_path / "float32")
-    sizes = [(tmp_path / folder / "vectors.npy").stat().st_size for folder in ("float32", "1")]
-    assert sizes[0] - sizes[1] == 3 * 600 * 64
-
-
-def test_vectors_of_another_type_than_the_index_names_are_refused(tmp_path):
-    build_index(embed_words(tmp_path, count=40), tmp_path / "index", dtype="int8")
-    path = tmp_path / "index" / "index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
-    with pytest.raises(UsageError, match=all_of("vectors.npy")):
-        SearchIndex(tmp_path / "index")
 
 
 HOSTILE = (
@@ -270,12 +227,9 @@ def stored(output):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize(("suffix", "options"), [(".npy", []), (".parquet", ["--id-field", "key"])])
 def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, options):
-    output, file = (
-        embedded_texts(tmp_path, "--dtype", dtype, *options, suffix=suffix),
-        tmp_path / "new folder/map.parquet",
-    )
-    command = ["index", str(output), "--output", str(tmp_path / "index")]
-    assert main([*command, "--parquet", str(file)]) == 0
+    output = embedded_texts(tmp_path, "--dtype", dtype, *options, suffix=suffix)
+    file = tmp_path / "new folder/map.parquet"
+    assert main(["index", str(output), "--output", str(tmp_path / "index"), "--parquet", str(file)]) == 0
     table = pq.read_table(file)
     share = float(table.schema.metadata[SHARE])
     says(capsys.readouterr().out, f"'{file}' --text text --x x --y y", f"{100 * share:.1f}% of the variance")
@@ -313,36 +267,24 @@ def test_map_of_many_texts_is_fitted_to_some_and_is_the_same_every_time(tmp_path
     assert len(set(rows.tolist())) == PLANE_ROWS
     np.testing.assert_array_equal(rows, np.sort(rows))
     mean, axes, _ = fit_plane(units[rows])
-    places = (units - mean) @ axes
-    np.testing.assert_allclose(np.stack([table["x"], table["y"]], axis=1), places, atol=1e-6)
+    np.testing.assert_allclose(np.stack([table["x"], table["y"]], axis=1), (units - mean) @ axes, atol=1e-6)
+    for equal in (np.ones((1, 1)), np.ones((1, 30)), np.ones((30, 4)), np.zeros((3, 9))):  # they have one place
+        mean, axes, share = fit_plane(equal.astype(np.float32))
+        assert share == 1
+        assert not ((equal - mean) @ axes).any()
 
 
-@pytest.mark.parametrize("vectors", [np.ones((1, 1)), np.ones((1, 30)), np.ones((30, 4)), np.zeros((3, 9))])
-def test_plane_of_equal_vectors_has_one_place(vectors):
-    mean, axes, share = fit_plane(vectors.astype(np.float32))
-    assert share == 1
-    assert not ((vectors - mean) @ axes).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("map.csv", "must end in .parquet"),
-        ("out.parquet", "exists already"),
-        ("index/map.parquet", "folder of the index"),
-        ("in/map.parquet", "is in the input"),
-    ],
-)
-def test_map_in_a_place_that_is_in_use_is_refused(tmp_path, capsys, name, words):
+def test_map_in_a_place_that_is_in_use_or_of_no_text_is_refused(tmp_path, refused):
     output = embedded_texts(tmp_path, suffix=".parquet")
     before = output.read_bytes()
-    command = ["index", str(output), "--output", str(tmp_path / "index"), "--parquet", str(tmp_path / name)]
-    assert main(command) == 1
-    says(capsys.readouterr().err, "--parquet", name, words)
-    assert output.read_bytes() == before
-    assert {path.name for path in tmp_path.iterdir()} == {"in", "out.parquet", "out.parquet.json"}
-
-
-def test_map_of_no_text_is_refused(tmp_path):
+    for name, words in (
+        ("map.csv", "must end in .parquet"), ("out.parquet", "exists already"),
+        ("index/map.parquet", "folder of the index"), ("in/map.parquet", "is in the input"),
+    ):  # fmt: skip
+        command = ["index", str(output), "--output", str(tmp_path / "index"), "--parquet", str(tmp_path / name)]
+        refused(command, "--parquet", name, words)
+        assert output.read_bytes() == before
+        assert {path.name for path in tmp_path.iterdir()} == {"in", "out.parquet", "out.parquet.json"}
+    (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match=all_of("--parquet", "no text")):
-        build_index(embedded_texts(tmp_path, texts=[]), tmp_path / "index", parquet=tmp_path / "map.parquet")
+        build_index(embedded_texts(tmp_path / "none", texts=[]), tmp_path / "index", parquet=tmp_path / "map.parquet")

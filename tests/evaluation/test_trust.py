@@ -1,19 +1,18 @@
 """Folders from someone else: what they say of themselves never runs their code, whatever command reads them."""
 
-import contextlib
 import json
 import shutil
-import socket
 import sys
-import threading
 
 import pytest
 import tinyruns as runs
 import torch
 import yaml
+from encoderfiles import keys
 from folders import embed_rows, encoder_folder
-from messages import all_of, says
+from messages import all_of
 from sentevaldata import write_sets
+from serving import Handler, serving
 from tinyruns import state_of
 
 from declutr.cli.main import main
@@ -39,15 +38,13 @@ class TheirTokenizer(PreTrainedTokenizerFast):
     pass
 """
 CLASSES = {
-    "AutoConfig": "theirs.TheirConfig",
-    "AutoModel": "theirs.TheirModel",
+    "AutoConfig": "theirs.TheirConfig", "AutoModel": "theirs.TheirModel",
     "AutoModelForMaskedLM": "theirs.TheirMaskedModel",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
-    """A file that exists once their code has run."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path])
     yield tmp_path / "marker"
@@ -65,8 +62,7 @@ def theirs(tmp_path, marker):
     """An encoder whose configuration names classes in a Python file beside it."""
     folder = encoder_folder(tmp_path / "theirs")
     (folder / "theirs.py").write_text(CODE.format(marker=str(marker)))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "theirs", "auto_map": CLASSES}))
+    keys("config.json", model_type="theirs", auto_map=CLASSES)(folder)
     return folder
 
 
@@ -75,10 +71,19 @@ def their_index(tmp_path, theirs):
     """An index that says: made with that encoder, which is to be trusted."""
     output = embed_rows(tmp_path, ["ab cd", "ef gh"])
     assert main(["index", str(output), "--output", str(tmp_path / "index")]) == 0
-    facts = json.loads((tmp_path / "index/index.json").read_text())
-    facts["choice"] |= {"model": str(theirs), "trust_remote_code": True}
-    (tmp_path / "index/index.json").write_text(json.dumps(facts))
+    choose(tmp_path / "index", model=str(theirs), trust_remote_code=True)
     return tmp_path / "index"
+
+
+def choose(index, **choice):
+    keys("index.json", choice=json.loads((index / "index.json").read_text())["choice"] | choice)(index)
+
+
+def settle(run, **changes):
+    """Changes settings of the run; returns those before."""
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(values | changes))
+    return values
 
 
 @pytest.fixture
@@ -89,39 +94,32 @@ def their_run(tmp_path, theirs):
     (data / "tokenizer").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(theirs / name, data / "tokenizer")
-    values = runs.train_values(data, run)
-    values["encoder"] = {"pretrained": str(theirs), "trust_remote_code": True}
-    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    (run / "config.yaml").write_text(yaml.safe_dump(runs.train_values(data, run)))
+    settle(run, encoder={"pretrained": str(theirs), "trust_remote_code": True})
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["search", "embed", "export", "evaluate", "mteb"])
-def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
-    sets = ["--data", str(tmp_path / "sets"), "--output", str(tmp_path / "scores"), "--tasks", "STS12"]
-    sets.append("--allow-unchecked")
-    table = ["--to", "static", "--corpus", str(tmp_path / "in")]  # of too few tokens, which is seen after loading
+def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, refused):
+    texts, scores = str(tmp_path / "in"), ["--output", str(tmp_path / "scores")]
+    sets = ["--data", str(tmp_path / "sets"), *scores, "--tasks", "STS12", "--allow-unchecked"]
+    table = ["--to", "static", "--corpus", texts]  # of too few tokens, which is seen after loading
+    folders = (str(theirs), str(their_run))
     commands = {
         "search": [["search", str(their_index), "ab"]],
-        "embed": [
-            ["embed", str(folder), str(tmp_path / "in"), "--output", str(tmp_path / "o.npy")]
-            for folder in (theirs, their_run)
-        ],
-        "export": [
-            ["export", str(folder), *table, "--output", str(tmp_path / f"{folder.name}-table")]
-            for folder in (theirs, their_run)
-        ],
-        "mteb": [["evaluate", str(theirs), "--mteb", "STSBenchmark", "--output", str(tmp_path / "scores")]],
-        "evaluate": [["evaluate", str(folder), *sets] for folder in (theirs, their_run)],
+        "embed": [["embed", folder, texts, "--output", str(tmp_path / "o.npy")] for folder in folders],
+        "export": [["export", folder, *table, "--output", f"{folder}-table"] for folder in folders],
+        "mteb": [["evaluate", str(theirs), "--mteb", "STSBenchmark", *scores]],
+        "evaluate": [["evaluate", folder, *sets] for folder in folders],
     }
     if command == "mteb":
         pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")
     if command == "evaluate":
         write_sets(tmp_path / "sets", rows=16)
     for arguments in commands[command]:
-        assert main(arguments) == 1
+        refused(arguments, "trust", "--trust-remote-code")
         assert not marker.exists(), arguments
-        says(capsys.readouterr().err, "trust", "--trust-remote-code")
         main([*arguments, "--trust-remote-code"])
         assert marker.exists(), arguments
         marker.unlink()
@@ -142,48 +140,38 @@ def test_shards_bring_no_code(theirs, marker, tmp_path):
 
 
 TRAIN = "train: {run: r, data: d, encoder: {pretrained: m, trust_remote_code: %s}}"
-PREPARE = (
-    "prepare: {output: o, corpus: {kind: files, paths: [p]}, geometry: {num_anchors: 1, max_tokens: 8},"
-    " tokenizer: {kind: pretrained, name: n, trust_remote_code: %s}}"
-)
+PREPARE = "prepare: {output: o, corpus: {kind: files, paths: [p]}, geometry: {num_anchors: 1, max_tokens: 8},"
+PREPARE += " tokenizer: {kind: pretrained, name: n, trust_remote_code: %s}}"
 
 
-@pytest.mark.parametrize(
-    ("text", "section", "model", "key"),
-    [
-        (TRAIN, "train", TrainConfig, "encoder.trust_remote_code"),
-        (PREPARE, "prepare", PipelineConfig, "tokenizer.trust_remote_code"),
-    ],
-)
-def test_a_file_of_settings_grants_no_trust(tmp_path, text, section, model, key):
-    part = key.partition(".")[0]
-    path = tmp_path / "c.yaml"
-    for value in ("true", "1", "'yes'", "null"):
+@pytest.mark.parametrize(("text", "model"), [(TRAIN, TrainConfig), (PREPARE, PipelineConfig)])
+def test_a_file_of_settings_grants_no_trust(tmp_path, text, model):
+    part = "encoder" if model is TrainConfig else "tokenizer"
+    path, key = tmp_path / "c.yaml", f"{part}.trust_remote_code"
+
+    def trusted(value, *words):
         path.write_text(text % value)
+        return getattr(load_config(str(path), text.partition(":")[0], model, words), part).trust_remote_code
+
+    for value in ("true", "1", "'yes'", "null"):
         with pytest.raises(ConfigError, match=all_of(f"{key} = true", "grant trust")):
-            load_config(str(path), section, model)
-        assert getattr(load_config(str(path), section, model, [f"{key}=true"]), part).trust_remote_code
-        assert not getattr(load_config(str(path), section, model, [f"{key}=false"]), part).trust_remote_code
-    path.write_text(text % "false")
-    assert not getattr(load_config(str(path), section, model), part).trust_remote_code
+            trusted(value)
+        assert trusted(value, f"{key}=true")
+        assert not trusted(value, f"{key}=false")
+    assert not trusted("false")
 
 
 @pytest.fixture
 def host():
     """A host on this machine that ends every connection; yields its address and the list of connections."""
     calls = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer():
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, caller = listener.accept()
-                    calls.append(caller)
-                    connection.close()
+    class Silent(Handler):
+        def handle(self):
+            calls.append(self.client_address)
 
-        threading.Thread(target=answer, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", calls
-        listener.shutdown(socket.SHUT_RDWR)
+    with serving(Silent) as address:
+        yield f"http://{address}", calls
 
 
 @pytest.mark.parametrize(
@@ -191,32 +179,25 @@ def host():
 )
 def test_no_address_that_a_run_names_is_opened(their_run, tmp_path, host, data):
     address, calls = host
-    values = yaml.safe_load((their_run / "config.yaml").read_text())
-    their_data, values["data"] = values["data"], data.replace("HOST", address)
-    (their_run / "config.yaml").write_text(yaml.safe_dump(values | {"cache": str(tmp_path / "chosen")}))
+    before = settle(their_run, data=data.replace("HOST", address), cache=str(tmp_path / "chosen"))
     with pytest.raises(EncoderError, match=all_of("No address", "opened")):
         load_encoder(str(their_run))
-    shutil.copytree(f"{their_data}/tokenizer", their_run / "tokenizer")
+    shutil.copytree(f"{before['data']}/tokenizer", their_run / "tokenizer")
     with pytest.raises(EncoderError, match="trust that code"):  # the run's copy of the tokenizer is read
         load_encoder(str(their_run))
     assert not calls
     assert not (tmp_path / "chosen").exists()
 
 
-def test_the_hub_is_not_asked_for_a_name_in_a_received_folder(their_run, their_index, host, monkeypatch, capsys):
+def test_the_hub_is_not_asked_for_a_name_in_a_received_folder(their_run, their_index, host, monkeypatch, refused):
     address, calls = host
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    values = yaml.safe_load((their_run / "config.yaml").read_text())
-    values["encoder"] = {"pretrained": "someone/model"}
-    (their_run / "config.yaml").write_text(yaml.safe_dump(values))
+    settle(their_run, encoder={"pretrained": "someone/model"})
     with pytest.raises(EncoderError, match=all_of("trust", "hf download someone/model")):
         load_encoder(str(their_run))
-    facts = json.loads((their_index / "index.json").read_text())
-    facts["choice"]["model"] = "someone/model"
-    (their_index / "index.json").write_text(json.dumps(facts))
-    assert main(["search", str(their_index), "ab"]) == 1
-    says(capsys.readouterr().err, "trust", "--model someone/model")
+    choose(their_index, model="someone/model")
+    refused(["search", their_index, "ab"], "trust", "--model someone/model")
     assert not calls
     assert main(["search", str(their_index), "ab", "--model", "someone/model"]) == 1
     assert calls, "a name that the user typed is asked for"

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,82 +29,68 @@ EXPORTED = {
 }
 
 
-@contextmanager
-def upload_server(repositories):
-    """The answers of the Hub that sending needs, for models `{"owner/name": {path: bytes}}`; yields its address."""
+@pytest.fixture
+def hub():
+    """The answers of the Hub that sending to `owner/mine` needs; yields its address and the files that it has got."""
+    files, created, commit = {}, [], "0" * 40
 
     class Hub(Handler):
         def do_GET(self):
-            name = "/".join(self.path.split("?")[0].split("/")[3:5])
-            if not self.path.startswith("/api/models/"):
-                self.answer(200, {})
-            elif name not in repositories:
+            if self.path.startswith("/api/models/") and not created:
                 self.answer(404, {}, [("X-Error-Code", "RepoNotFound")])
             elif "/tree/" in self.path:
-                self.answer(200, [{"type": "file", "path": path, "size": 1, "oid": "0"} for path in repositories[name]])
+                self.answer(200, [{"type": "file", "path": path, "size": 1, "oid": "0"} for path in files])
             else:
-                self.answer(200, {"id": name, "sha": "0" * 40, "siblings": [], "tags": [], "private": True})
+                self.answer(200, {"id": "owner/mine", "sha": commit, "siblings": [], "tags": [], "private": True})
 
         do_HEAD = do_GET
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            url = f"http://{self.headers['Host']}/owner/mine"
             if self.path == "/api/repos/create":
-                given = json.loads(body)
-                assert given.get("visibility") == "private" or given.get("private") is True
-                name = f"{given['organization']}/{given['name']}"
-                status = 409 if name in repositories else 200
-                repositories.setdefault(name, {})
-                self.answer(status, {"url": f"http://{self.headers['Host']}/{name}"})
+                settings = json.loads(body)
+                assert settings.get("visibility") == "private" or settings.get("private") is True
+                created.append(f"{settings['organization']}/{settings['name']}")
+                self.answer(200, {"url": url})
             elif "/preupload/" in self.path:
-                files = json.loads(body)["files"]
-                modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-                self.answer(200, {"files": modes})
-            elif "/commit/" in self.path:
-                name = "/".join(self.path.split("/")[3:5])
+                modes = {"uploadMode": "regular", "shouldIgnore": False}
+                self.answer(200, {"files": [{"path": file["path"], **modes} for file in json.loads(body)["files"]]})
+            elif "/models/owner/mine/commit/" in self.path:
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
-                        repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                commit = f"http://{self.headers['Host']}/{name}/commit/{'0' * 40}"
-                self.answer(200, {"commitUrl": commit, "commitOid": "0" * 40})
+                        files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                self.answer(200, {"commitUrl": f"{url}/commit/{commit}", "commitOid": commit})
             else:
                 self.answer(200, {"errors": [], "warnings": []})  # of the card's head
 
     with serving(Hub) as host:
-        yield f"http://{host}"
+        yield f"http://{host}", files
+        assert created == ["owner/mine"]
 
 
 @pytest.fixture
 def run(tmp_path):
     """A finished run that started from an encoder in a folder."""
-    (tmp_path / "private").mkdir()
-    data = shards(tmp_path / "private" / "data")
-    start = config_of(data, tmp_path / "unused")
+    folder = tmp_path / "private"
+    (folder / "start").mkdir(parents=True)
+    data = shards(folder / "data")
     tokenizer = load_tokenizer(data)[0]
-    (tmp_path / "private" / "start").mkdir()
-    write_encoder(build_encoder(start, tokenizer), tokenizer, tmp_path / "private" / "start")
-    settings = {"pretrained": str(tmp_path / "private" / "start"), "from_config": None}
-    config = config_of(data, tmp_path / "private" / "run", encoder=settings)
-    save(config, tmp_path / "private" / "run")
+    write_encoder(build_encoder(config_of(data, tmp_path / "unused"), tokenizer), tokenizer, folder / "start")
+    config = config_of(data, folder / "run", encoder={"pretrained": str(folder / "start"), "from_config": None})
+    save(config, folder / "run")
     run_training(config)
-    return tmp_path / "private" / "run", config
+    return folder / "run", config
 
 
 @pytest.mark.slow
-def test_what_hf_sends_of_an_export_names_no_folder_and_loads(run, tmp_path):
-    folder, config = run
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    kept |= {"HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
-    repositories = {}
-    with upload_server(repositories) as address:
-        sent = subprocess.run(
-            [Path(sys.executable).with_name("hf"), "upload", "owner/mine", folder / "export", "--private"],
-            env=kept | {"HF_ENDPOINT": address},
-            capture_output=True,
-            text=True,
-        )
-        assert sent.returncode == 0, sent.stderr
-    files = repositories["owner/mine"]
+def test_what_hf_sends_of_an_export_names_no_folder_and_loads(run, hub, tmp_path):
+    (folder, config), (address, files) = run, hub
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    settings |= {"HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    command = [Path(sys.executable).with_name("hf"), "upload", "owner/mine", folder / "export", "--private"]
+    sent = subprocess.run(command, env=settings | {"HF_ENDPOINT": address}, capture_output=True, text=True)
+    assert sent.returncode == 0, sent.stderr
     assert set(files) == EXPORTED
     for name, content in files.items():
         for place in (tmp_path, Path.home(), Path.cwd(), "private"):

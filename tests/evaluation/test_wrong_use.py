@@ -14,94 +14,56 @@ from declutr.cli.main import main
 from declutr.common.lock import RunLock
 
 TRAIN = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
-PREPARE = {
-    "output": "o",
-    "corpus": {"kind": "files", "paths": ["docs"]},
-    "tokenizer": {"kind": "train", "vocab_size": 300},
-}
-PREPARE |= {"geometry": {"num_anchors": 1, "max_tokens": 4}}
+PREPARE = {"output": "o", "corpus": {"kind": "files", "paths": ["docs"]}}
+PREPARE |= {"tokenizer": {"kind": "train", "vocab_size": 300}, "geometry": {"num_anchors": 1, "max_tokens": 4}}
 FILES = {
     "good.yaml": yaml.safe_dump({"train": TRAIN, "prepare": PREPARE}),
-    "section.yaml": "prepare: {}",
-    "empty.yaml": "",
-    "twice.yaml": "train: {run: r}\ntrain: {run: s}",
-    "odd.yaml": "train: {1: 2, ~: 3}",
-    "file.txt": "some text",
-    "odd.zzz": "text",
-    "table.csv": "id,txet\n1,a\n",
-    "docs/a.txt": "a b c d e f g h\n" * 20,
-    "shards/manifest.json": "{}",
-    "cut/manifest.json": '{"a',
-    "point/state.json": "[]",
-    "export/declutr.json": "{}",
-    "index/index.json": "[]",
-    "run/checkpoints/step-00000004/x": "",
-    "a\nb é/x": "",
-}
+    "section.yaml": "prepare: {}", "empty.yaml": "", "twice.yaml": "train: {run: r}\ntrain: {run: s}",
+    "odd.yaml": "train: {1: 2, ~: 3}", "file.txt": "some text", "odd.zzz": "text", "table.csv": "id,txet\n1,a\n",
+    "docs/a.txt": "a b c d e f g h\n" * 20, "shards/manifest.json": "{}", "cut/manifest.json": '{"a',
+    "point/state.json": "[]", "export/declutr.json": "{}", "index/index.json": "[]",
+    "run/checkpoints/step-00000004/x": "", "a\nb é/x": "",
+}  # fmt: skip
 CONFIGS = [
-    ("nowhere.yaml", "no such config file"),
-    ("docs", "is a folder"),
-    ("", "is a folder"),
-    ("x" * 300, "no such config file"),
-    ("twice.yaml", "'train' is given twice"),
-    ("odd.yaml", "Keys should be strings"),
+    ("nowhere.yaml", "no such config file"), ("docs", "is a folder"), ("", "is a folder"),
+    ("x" * 300, "no such config file"), ("odd.yaml", "Keys should be strings"),
     ("section.yaml", "has no section `train`"),
-]
+]  # fmt: skip
 SETTINGS = [
-    (["run=file.txt"], "is a file; name a folder"),
-    (["run=$NOT_SET/x"], "$NOT_SET is not set"),
-    (["run=shards"], "holds prepared shards"),
-    (["run=point"], "holds a checkpoint"),
-    (["run=docs"], "not a run; name a new folder"),
-    (["data=none"], ("data = none", "run `prepare`")),
+    (["run=file.txt"], "is a file; name a folder"), (["run=$NOT_SET/x"], "$NOT_SET is not set"),
+    (["run=shards"], "holds prepared shards"), (["run=point"], "holds a checkpoint"),
+    (["run=docs"], "not a run; name a new folder"), (["data=none"], ("data = none", "run `prepare`")),
     (["data=file.txt"], "is a file; name the folder of the shards"),
-    (["data=shards"], "is not a manifest of this version"),
-    (["data=cut"], "Invalid JSON"),
+    (["data=shards"], "is not a manifest of this version"), (["data=cut"], "Invalid JSON"),
     (["encoder={pretrained: ./none}"], "no such folder; looked at"),
-    (
-        ["optim.lrr=1", "steps=yes", "run=file.txt"],
-        ("did you mean `optim.lr`?", "steps = True: a number is needed", "is a file; name a folder"),
-    ),
-    (["optim.betas=[2, -1]"], "optim.betas.1 = -1"),
-    (["scaling.device=gpu"], "did you mean `cuda`?"),
+    (["optim.lrr=1", "steps=yes", "run=file.txt"],
+     ("did you mean `optim.lr`?", "steps = True: a number is needed", "is a file; name a folder")),
+    (["optim.betas=[2, -1]"], "optim.betas.1 = -1"), (["scaling.device=gpu"], "did you mean `cuda`?"),
     (["objective.masking.mlm_probability=2"], "objective.masking.mlm_probability = 2"),
     (["validation.score=recal_at_1"], ("score = 'recal_at_1'", "distant_recall_at_1", "`recall_at_1`")),
     (["batch_size=8"], "batch_size: unknown key; did you mean `batch_documents`?"),
-    (["learning_rate=1e-3"], "did you mean `optim.lr`?"),
-    (["seed=1" + "0" * 4000], "it has more than 1,024 bits"),
-    (
-        ["objective.temperature=.nan"],
-        ("objective.temperature = nan: must be a finite number", "it needs objective.kind = simcse or scd or"),
-    ),
+    (["learning_rate=1e-3"], "did you mean `optim.lr`?"), (["seed=1" + "0" * 4000], "it has more than 1,024 bits"),
+    (["objective.temperature=.nan"],
+     ("objective.temperature = nan: must be a finite number", "it needs objective.kind = simcse or scd or")),
     (["--stesp", "4"], "unrecognized arguments"),
-]
+]  # fmt: skip
 PLACES = ["nowhere", "file.txt", "docs", "link", "", "$NOT_SET", "~no-such-user", "x" * 300, "a\0b", "shards", "cut"]
 PLACES += ["point", "export", "index", "run", "a\nb é", "s3://bucket/x"]
 COMMANDS = {
-    "inspect": [],
-    "why": ["--step", "1"],
-    "report": [],
-    "index": ["--output", "out"],
-    "search": ["a query"],
-    "embed": ["file.txt", "--output", "out.npy"],
-    "export": ["--to", "onnx", "--output", "out"],
-}
+    "inspect": [], "why": ["--step", "1"], "report": [], "index": ["--output", "out"], "search": ["a query"],
+    "embed": ["file.txt", "--output", "out.npy"], "export": ["--to", "onnx", "--output", "out"],
+}  # fmt: skip
 OTHERS = [
-    (["tran"], "there is no command 'tran'; did you mean `train`?"),
-    (["--verson"], "there is no command '--verson'"),
+    (["tran"], "there is no command 'tran'; did you mean `train`?"), (["--verson"], "there is no command '--verson'"),
     (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
     (["prepare", "good.yaml", "output=s3://bucket"], "names no folder in the bucket"),
     (["prepare", "good.yaml", "corpus.paths=[$NOT_SET/x]"], "$NOT_SET is not set"),
     (["prepare", "good.yaml", "corpus.paths=./my texts"], "1 problem(s)\n  - corpus.paths = './my texts'"),
     (["prepare", "good.yaml", "corpus.paths=5"], "1 problem(s)\n  - corpus.paths = 5"),
-    (
-        ["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"],
-        ("no such folder", "name a folder"),
-    ),
-    (["demo", "--config", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
-    (["why", "empty.yaml", "--step", "1"], "found nothing"),
-    (["why", "good.yaml"], "give --step, --document or both"),
+    (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"],
+     ("no such folder", "name a folder")),
+    (["why", "empty.yaml", "--step", "1"], "found nothing"), (["why", "good.yaml"], "give --step, --document or both"),
     (["why", "good.yaml", "--step", "1", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
     (["report", "docs", "nowhere"], "nowhere: no such folder"),
     (["verify-gradients", "good.yaml", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
@@ -112,30 +74,25 @@ OTHERS = [
     (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--data", "docs"], "not allowed with argument"),
     (["evaluate", "hashed-words:4"], "is required"),
     (["report", "run"], "run is a run (its config.yaml names its shards), not the output of `prepare`"),
-    (["report", "point"], "point is a checkpoint, not"),
-    (["train", "good.yaml", "data=run"], "run is a run"),
+    (["report", "point"], "point is a checkpoint, not"), (["train", "good.yaml", "data=run"], "run is a run"),
     (["index", "nowhere.npy", "--output", "out"], "nowhere.npy: no such file; name a file of embeddings: declutr"),
-    (["index", "file.txt", "--output", "out"], "has no note file.txt.json"),
     (["embed", "./exprt", "file.txt", "--output", "x.npy"], "no such folder; did you mean `export`?"),
     (["embed", "docs", "file.txt", "--output", "x.npy"], "docs is no encoder: it has neither config.json nor modules"),
     (["export", "shards", "--to", "onnx", "--output", "out"], "shards holds prepared shards, not an encoder"),
     (["evaluate", "hashed-words:4", "--data", "nowhere"], "--data nowhere: no such folder; `declutr evaluate --downlo"),
     (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr copy gs://bucket/x FOLDER"),
     (["report", "gcs://bucket/x"], "declutr report reads folders: declutr copy gcs://bucket/x FOLDER"),
-    (["copy", "file.txt", "out"], "neither is an address"),
-    (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),
+    (["copy", "file.txt", "out"], "neither is an address"), (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),
     (["prepare", "good.yaml", "corpus.paths=[table.csv]"], "table.csv: no column 'text'; found id, txet; did you mean"),
     (["prepare", "good.yaml", "corpus.text_field=[a, a]"], "a name is given twice"),
-    (["embed", "hashed-words:4", "missing.txt", "--output", "x.npy"], "matches no file"),
     (["search", "index", " "], "the query is empty"),
     (["index", "file.txt", "--output", "x", "--weight", "2", "--lexical", "idf"], "--lexical, --weight: for hybrid"),
     (["adapt", "owner/name", "file.txt", "--output", "x", "--pairs", "table.csv"], "columns are id, txet\n"),
-    (["adapt", "./nothing", "--output", "x", "file.txt"], "no such folder"),
     (["embed", "hashed-words:4", "odd.zzz", "--output", "x.npy"], "--format"),
     (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
     (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "--workers -1: "),
     (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
-]
+]  # fmt: skip
 CASES = [
     *((["train", config], told) for config, told in CONFIGS),
     *((["train", "good.yaml", *given], told) for given, told in SETTINGS),
@@ -171,11 +128,11 @@ def test_wrong_use_gives_one_message_and_nothing_else(place, capsys, arguments, 
         status = main(arguments)
     except SystemExit as usage:
         status = usage.code
-    shown = capsys.readouterr()
+    error = capsys.readouterr().err
     assert status in (1, 2)
-    assert shown.err.strip()
-    assert all(fact in shown.err for fact in ([told] if isinstance(told, str) else told)), shown.err
-    assert "Traceback" not in shown.err
+    assert error.strip()
+    assert all(fact in error for fact in ([told] if isinstance(told, str) else told)), error
+    assert "Traceback" not in error
     assert everything(place) == before
     assert not ray.is_initialized()
 
@@ -201,32 +158,29 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(place):
         ([*train, "spans.max_tokens=17"], "spans.max_tokens = 17: the shards were prepared for at most 16"),
         ([*train, "run=held"], f"another command works here (host {socket.gethostname()}, pid"),
         (["train", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
-        (["train", "good.yaml"], "data = d"),
-        (["train", "twice.yaml"], "'train' is given twice"),
+        (["train", "good.yaml"], "data = d"), (["train", "twice.yaml"], "'train' is given twice"),
         (["verify-gradients", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
         (["demo", "--config", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
-        (["why", "twice.yaml", "--step", "1"], ""),
-        (["adapt", "hashed-words:16", ".", "--output", "out"], ""),
+        (["why", "twice.yaml", "--step", "1"], ""), (["adapt", "hashed-words:16", ".", "--output", "out"], ""),
         (["export", "good.yaml", "--to", "onnx", "--output", "out"], ""),
         (["embed", "hashed-words:8", "no.txt", "--output", "out.npy"], "matches no file"),
         (["embed", "good.yaml", "twice.yaml", "--output", "out.npy"], ""),
         (["index", "file.txt", "--output", "out"], "has no note file.txt.json"),
+        (["adapt", "./nothing", "good.yaml", "--output", "out"], "no such folder"),
         (["adapt", "./nothing", "good.yaml", "--output", "out", "--minutes", "0"], ""),
         (["adapt", "owner/name", "good.yaml", "--output", "out", "--pairs", "nothing.jsonl"], ""),
         (["adapt", "nothere", "file.txt", "--output", "out"], "nothere cannot be loaded: there is no such folder here"),
         (["embed", "nothere", "file.txt", "--output", "out.npy"], "HF_HUB_OFFLINE is set"),
         (["export", "nothere", "--to", "onnx", "--output", "out"], "HF_HUB_OFFLINE is set"),
-    ]
+    ]  # fmt: skip
+    commands = json.dumps([arguments for arguments, _ in cases])
+    before = everything(place)
     with RunLock(place / "held", print):
-        done = run_python(
-            "-c",
-            REFUSALS,
-            folder=None,
-            env={"HF_HUB_OFFLINE": "1"},
-            input=json.dumps([arguments for arguments, _ in cases]),
-        )
+        done = run_python("-c", REFUSALS, folder=None, env={"HF_HUB_OFFLINE": "1"}, input=commands)
+    assert everything(place) == before
     parts = done.stderr.split("status 1, loaded []\n")
     assert len(parts) == len(cases) + 1, done.stderr
+    assert "Traceback" not in done.stderr
     for (_, message), part in zip(cases, parts, strict=False):
         assert message in part
 

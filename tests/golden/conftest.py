@@ -10,8 +10,6 @@ import pytest
 
 
 class Figures:
-    """JSON and npz files of a folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -1,10 +1,11 @@
-"""Whole optimizer steps against the released loss, pooling, masking and optimizer on a tiny RoBERTa."""
+"""Learning rates, AdamW trajectories, and whole steps of a tiny RoBERTa against those of the released code."""
 
 import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import declutr
+from tiny import declutr, tiny_encoder
+from torch import nn
 
 from declutr.trainer.data.batches import RankBatch, SpanBatch, as_rows, padding_mask
 from declutr.trainer.model.attention import PACKED
@@ -15,7 +16,7 @@ from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch
-from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.optim import build_optimizer, learning_rate, parameter_groups
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
 
@@ -64,16 +65,15 @@ def share_of(case, arrays, number, comm, positives=True):
     """This rank's documents of a recorded step, packed from the recorded padded arrays."""
     pad, total = case["config"]["pad_token_id"], case["N"]
     start, end = total * comm.rank // comm.size, total * (comm.rank + 1) // comm.size
-    get = {
-        key: torch.tensor(arrays[f"step{number}/{key}"]) for key in ("anchors", "positives", "masked_anchors", "labels")
-    }
+    names = ("anchors", "positives", "masked_anchors", "labels")
+    anchors, others, masked, labels = (torch.tensor(arrays[f"step{number}/{name}"]) for name in names)
     rows = slice(start * case["A"], end * case["A"])
-    real = get["anchors"].flatten(0, 1)[rows] != pad
-    kept = get["positives"][start:end].flatten(0, 1)
-    ids, labels = get["masked_anchors"][rows][real], get["labels"][rows][real]
+    real = anchors.flatten(0, 1)[rows] != pad
+    others = others[start:end].flatten(0, 1)
+    ids, labels = masked[rows][real], labels[rows][real]
     lengths = real.sum(1)
     if positives:
-        ids, lengths = torch.cat([ids, kept[kept != pad]]), torch.cat([lengths, (kept != pad).sum(1)])
+        ids, lengths = torch.cat([ids, others[others != pad]]), torch.cat([lengths, (others != pad).sum(1)])
     selected = (labels != -100).nonzero()[:, 0]
     contrasted = (end - start) * case["A"] if positives else 0
     return RankBatch(SpanBatch(ids, lengths, selected, labels[selected]), contrasted)
@@ -94,10 +94,9 @@ def run(comm, case, arrays, layout, microbatch_tokens):
         after = recorded(arrays, f"after{number}/")
         state = runner.encoder.model.state_dict()
         assert after.keys() == state.keys()
+        losses = [step["contrastive"], step["mlm"], step["total"]]
         deviations = {
-            "losses": deviation(
-                [*metrics.terms.values(), metrics.loss], [step["contrastive"], step["mlm"], step["total"]]
-            ),
+            "losses": deviation([*metrics.terms.values(), metrics.loss], losses),
             "grad_norm": deviation([metrics.grad_norm], [step["grad_norm_before_clip"]]),
             "lr": deviation([metrics.lr], [step["lr"]]),
             "parameters": deviation([state[key] for key in after], list(after.values())),
@@ -135,13 +134,53 @@ def test_gradients_of_each_term_equal_the_recorded_ones(figures, terms, microbat
     batch = share_of(case, arrays, 1, Communicator(), positives=terms == "contrastive")
     if terms == "contrastive":
         nothing = torch.empty(0, dtype=torch.int64)
-        spans = SpanBatch(batch.spans.input_ids, batch.spans.lengths, nothing, nothing)
-        batch = RankBatch(spans, batch.num_rows)
+        batch = RankBatch(SpanBatch(batch.spans.input_ids, batch.spans.lengths, nothing, nothing), batch.num_rows)
     runner.gradients({"": batch}, 1)
     gradients = {name: p.grad for name, p in runner.encoder.model.named_parameters() if p.grad is not None}
     expected = recorded(arrays, f"grad_{terms}/")
     zero = [name for name in expected if name not in gradients]
     assert all((expected[name] == 0).all() for name in zero), zero
-    names = [name for name in expected if name in gradients]
-    off = deviation([gradients[n] for n in names], [expected[n] for n in names])
-    assert off < 1e-10
+    assert deviation(list(gradients.values()), [expected[name] for name in gradients]) < 1e-10
+
+
+def test_learning_rates_equal_the_recorded_ones(figures):
+    cases = [case for case in figures.json("optim")["lr"] if case["name"].startswith("known_steps")]
+    assert cases
+    for case in cases:
+        total = case["epochs"] * case["steps_per_epoch"]
+        ours = [learning_rate(OptimConfig(), step, total) for step in range(1, total + 1)]
+        assert deviation(ours, case["official"]) < 1e-10, case["name"]
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_optimizer_trajectories_equal_the_recorded_ones(figures, bias_correction):
+    """Without bias correction transformers 3.4's updates (where recorded so), with it torch's."""
+    arrays = figures.arrays("optim")
+    for case in figures.json("optim")["adamw"]:
+        if case["name"] == "bias_corrected" and not bias_correction:
+            continue
+        get = {key: torch.tensor(arrays[f"adamw/{case['name']}/{key}"]) for key in ("p0", "grads", "lrs")}
+        module = nn.Module()
+        parameter = nn.Parameter(get["p0"])
+        setattr(module, "bias" if case["name"] == "no_decay_group" else "weight", parameter)
+        optimizer = build_optimizer(OptimConfig(bias_correction=bias_correction), module, torch.nn.Module())
+        trajectory = []
+        for gradient, lr in zip(get["grads"], get["lrs"].tolist(), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            parameter.grad = gradient
+            optimizer.step()
+            trajectory.append(parameter.detach().clone())
+        expected = arrays[f"adamw/{case['name']}/{'torch_adamw_traj' if bias_correction else 'traj'}"]
+        assert deviation([torch.stack(trajectory)], [expected]) < 1e-10, case["name"]
+
+
+def test_parameter_groups_equal_the_recorded_ones(figures):
+    """The released regular expressions put the same names on the same sides, tied weights once."""
+    for family, recorded in figures.json("optim")["param_groups"].items():
+        encoder = tiny_encoder(family, from_config={"num_hidden_layers": 1})
+        names = {id(parameter): name for name, parameter in encoder.model.named_parameters()}
+        decay, no_decay = parameter_groups(encoder, 0.1)
+        assert sorted(names[id(p)] for p in decay["params"]) == sorted(recorded["decay"])
+        assert sorted(names[id(p)] for p in no_decay["params"]) == sorted(recorded["no_decay"])
+        assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from encoderfiles import keys
 from folders import encoder_folder
 from papers import arguments, changed, refusal, write_item
 from scipy import stats
@@ -22,7 +23,6 @@ SCALES = [(name, scale) for name in NAMES for scale in load_item(name).scales]
 
 
 def plan(folder, item, scale="tiny", words=(), seeds=(0,), **options):
-    """The plan of an item, by name or loaded, with its working folder below `folder`."""
     item = load_item(item) if isinstance(item, str) else item
     places = folder / "data", folder / "senteval", folder / "work"
     return ItemPlan("an-item", item, scale, *places, words, seeds, **options)
@@ -37,24 +37,20 @@ def test_item_has_valid_runs(tmp_path, name, scale):
     if scale == "tiny":
         assert len({run.seed for run in runs}) >= 3
         assert all(config.scaling.local and (config.epochs or config.steps >= 300) for config in trained)
-    changed = [(config.data, config.resume_settings()) for config in trained]
-    assert all(other not in changed[:number] for number, other in enumerate(changed))
+    settings = [(config.data, config.resume_settings()) for config in trained]
+    assert all(other not in settings[:number] for number, other in enumerate(settings))
 
 
-def test_there_are_at_least_ten_items_of_which_five_have_a_tiny_scale():
+def test_at_least_ten_items_of_which_five_are_tiny_print_means_of_the_printed_tasks():
     assert len(NAMES) >= 10
     tiny = {name for name, scale in SCALES if scale == "tiny"}
     assert tiny >= {"declutr-figure2", "declutr-figure3", "scd-table3", "scl-tables5-7", "simcse-dropout"}
-
-
-@pytest.mark.parametrize(
-    ("name", "column", "start"), [("scl-tables5-7", "STS", "ST"), ("visualcse-table4", "Avg.", "S")]
-)
-def test_printed_means_are_those_of_the_printed_tasks(name, column, start):
-    for numbers in load_item(name).printed.values():
-        tasks = [number for task, number in numbers.items() if task.startswith(start) and task not in (column, "SUBJ")]
-        tasks = tasks[:5] if column == "STS" else tasks
-        assert sum(tasks) / len(tasks) == pytest.approx(numbers[column], abs=0.02)
+    for name, column, start in (("scl-tables5-7", "STS", "ST"), ("visualcse-table4", "Avg.", "S")):
+        for numbers in load_item(name).printed.values():
+            names = [task for task in numbers if task.startswith(start) and task not in (column, "SUBJ")]
+            tasks = [numbers[task] for task in names]
+            tasks = tasks[:5] if column == "STS" else tasks
+            assert sum(tasks) / len(tasks) == pytest.approx(numbers[column], abs=0.02)
 
 
 def test_siblings_differ_from_their_controls_in_one_setting(tmp_path):
@@ -88,75 +84,61 @@ def test_other_start_replaces_the_start_and_a_part_needs_its_own_shards_alone(tm
     assert part.runs[1].config.run == str(folder / "work/an-item-tiny/SCL-0/run")
 
 
-@pytest.mark.parametrize("scale", ["tiny", "paper"])
-def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path, scale):
-    runs = reversed(plan(tmp_path, "declutr-figure2", scale).runs)
-    runs = {run.labels.get("anchors"): run.config for run in runs}
-    single, double = runs["A=1"], runs["A=2"]
-    assert single.batch_documents == 2 * double.batch_documents
-    assert single.spans.num_anchors * single.batch_documents == double.spans.num_anchors * double.batch_documents
+def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path):
+    for scale in ("tiny", "paper"):
+        configs = {run.labels.get("anchors"): run.config for run in plan(tmp_path, "declutr-figure2", scale).runs[::-1]}
+        (anchors, rows), (more, fewer) = (
+            (configs[label].spans.num_anchors, configs[label].batch_documents) for label in ("A=1", "A=2")
+        )
+        assert rows == 2 * fewer
+        assert anchors * rows == more * fewer
 
 
-@pytest.fixture
-def own(tmp_path):
-    return write_item(tmp_path)
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    return write_item(tmp_path_factory.mktemp("item"))
 
 
 TERMS = {"both": {}, "mlm": {"objective.terms": "mlm"}}
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"axes": {"terms": {"both": {"objective.term": "both"}}}}, ["objective.term", "unknown key"]),
-        ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}}, ["temperature", "0"]),
-        ({"axis": {}}, ["axis", "unknown key"]),
-        ({"axes": {"rate": {0.001: {}}}}, ["axes.rate: the key 0.001 must be text", "quotes"]),
-        ({"axes": {}}, ["axes or encoders"]),
-        ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
-        ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
-        ({"pairs": [["both", "50%"]]}, ["pairs", "both and 50%", "two axes"]),
-        ({"axes": {"terms": {}}}, ["axes.terms", "no label"]),
-        ({"axes": {"a": {"x": {}}, "b": {"x": {}}}}, ["axes.b.x", "the axis a has this label"]),
-        ({"axes": {"a": {"x": {"steps": 3}}, "b": {"y": {"steps": 4}}}}, ["axes.b.y.steps", "axis a"]),
-        (
-            {
-                "axes": {"a": {"x": {"steps": 3}}, "b": {"y": {}}},
-                "scales": {"tiny": {"config": "c.yaml", "axes": {"b": {"z": {"steps": 4}}}}},
-            },
-            ["axes.b.z.steps", "axis a"],
-        ),
-        ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
-        ({"columns": {"A": {"tasks": ["STS99"]}}}, ["STS99"]),
-        ({"columns": {"A": {"tasks": ["STS12"], "mean_of": ["B"]}}}, ["one of tasks"]),
-        ({"columns": {"A": {"mean_of": ["B"]}}}, ["columns.A.mean_of.B", "no column with tasks"]),
-        (
-            {"axes": {"a": {"b": {"encoder": {"trust_remote_code": True}}}}},
-            ["axes.a.b.encoder.trust_remote_code", "cannot be granted by a file"],
-        ),
-        ({"scales": {"paper": {"config": "configs/declutr-small.yaml"}}}, ["no scale tiny", "paper"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), [
+    ({"axes": {"terms": {"both": {"objective.term": "both"}}}}, ["objective.term", "unknown key"]),
+    ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}}, ["temperature", "0"]),
+    ({"axis": {}}, ["axis", "unknown key"]),
+    ({"axes": {"rate": {0.001: {}}}}, ["axes.rate: the key 0.001 must be text", "quotes"]),
+    ({"axes": {}}, ["axes or encoders"]),
+    ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
+    ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
+    ({"pairs": [["both", "50%"]]}, ["pairs", "both and 50%", "two axes"]),
+    ({"axes": {"terms": {}}}, ["axes.terms", "no label"]),
+    ({"axes": {"a": {"x": {}}, "b": {"x": {}}}}, ["axes.b.x", "the axis a has this label"]),
+    ({"axes": {"a": {"x": {"steps": 3}}, "b": {"y": {"steps": 4}}}}, ["axes.b.y.steps", "axis a"]),
+    ({"axes": {"a": {"x": {"steps": 3}}, "b": {"y": {}}},
+      "scales": {"tiny": {"config": "c.yaml", "axes": {"b": {"z": {"steps": 4}}}}}}, ["axes.b.z.steps", "axis a"]),
+    ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
+    ({"columns": {"A": {"tasks": ["STS99"]}}}, ["STS99"]),
+    ({"columns": {"A": {"tasks": ["STS12"], "mean_of": ["B"]}}}, ["one of tasks"]),
+    ({"columns": {"A": {"mean_of": ["B"]}}}, ["columns.A.mean_of.B", "no column with tasks"]),
+    ({"axes": {"a": {"b": {"encoder": {"trust_remote_code": True}}}}},
+     ["axes.a.b.encoder.trust_remote_code", "cannot be granted by a file"]),
+    ({"scales": {"paper": {"config": "configs/declutr-small.yaml"}}}, ["no scale tiny", "paper"]),
+])  # fmt: skip
 def test_wrong_item_is_refused_before_anything_starts(own, tmp_path, capsys, change, parts):
     line = refusal(capsys, *arguments(changed(own, "wrong", **change), tmp_path / "work"))
     assert [part for part in parts if part not in line] == []
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        *[(["run=elsewhere"], "--work"), (["seed=3"], "--seeds"), (["steps"], "key=value")],
-        (["stepps=3"], "did you mean `steps`"),
-        (["objective.terms=both"], "objective.terms cannot be changed for all runs"),
-        (["objective={terms: both}"], "which differ in objective.terms"),
-        (["--only", "boht"], "did you mean `both`"),
-        (["--seeds", "3,3"], "give each label and seed once"),
-        (["--seeds=-1"], "seed = -1"),
-        (["--start", "configs"], "config.json"),
-        (["--work", __file__], "is a file; name a folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    *[(["run=elsewhere"], "--work"), (["seed=3"], "--seeds"), (["steps"], "key=value")],
+    (["stepps=3"], "did you mean `steps`"),
+    (["objective.terms=both"], "objective.terms cannot be changed for all runs"),
+    (["objective={terms: both}"], "which differ in objective.terms"),
+    (["--only", "boht"], "did you mean `both`"),
+    *[(["--seeds", "3,3"], "give each label and seed once"), (["--seeds=-1"], "seed = -1")],
+    *[(["--start", "configs"], "config.json"), (["--work", __file__], "is a file; name a folder")],
+])  # fmt: skip
 def test_wrong_setting_is_refused(own, tmp_path, capsys, words, part):
     assert part in refusal(capsys, *arguments(own, tmp_path / "work", *words))
 
@@ -172,25 +154,26 @@ def test_plan_names_cells_seeds_steps_and_rows_and_runs_nothing(own, tmp_path, c
 
 
 def with_settings(own, settings, axes):
-    """The item with other settings of its scale and other axes."""
     scale = {"settings": settings}
     if "encoder" in settings:
         scale["start"] = {"config": str(own.parent / "train.yaml")}
     return load_item(str(changed(own, "changed", scale, axes=axes)))
 
 
+def start_folder(folder, **options):
+    (folder / "start").mkdir()
+    return encoder_folder(folder / "start", "bert", **options)
+
+
 STARTING = {"encoder": {"pretrained": "$DECLUTR_START"}}
 
 
-@pytest.mark.parametrize(
-    ("settings", "words", "expected"),
-    [
-        ({"steps": None, "epochs": 1}, ["steps=3"], {"steps": 3, "epochs": None}),
-        ({"steps": 5}, ["epochs=2"], {"steps": None, "epochs": 2}),
-        ({"steps": None, "epochs": 1}, ["epochs=2"], {"steps": None, "epochs": 2}),
-        ({"optim.lr": 0.5, "optim.weight_decay": 0.3}, ["optim={lr: 0.25}"], {"optim": OptimConfig(lr=0.25)}),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words", "expected"), [
+    ({"steps": None, "epochs": 1}, ["steps=3"], {"steps": 3, "epochs": None}),
+    ({"steps": 5}, ["epochs=2"], {"steps": None, "epochs": 2}),
+    ({"steps": None, "epochs": 1}, ["epochs=2"], {"steps": None, "epochs": 2}),
+    ({"optim.lr": 0.5, "optim.weight_decay": 0.3}, ["optim={lr: 0.25}"], {"optim": OptimConfig(lr=0.25)}),
+])  # fmt: skip
 def test_steps_and_sections_of_the_command_replace_those_of_the_item(own, tmp_path, settings, words, expected):
     runs = plan(tmp_path, with_settings(own, settings, {"terms": TERMS}), words=words).runs
     assert all({key: getattr(run.config, key) for key in expected} == expected for run in runs)
@@ -199,46 +182,32 @@ def test_steps_and_sections_of_the_command_replace_those_of_the_item(own, tmp_pa
         plan(tmp_path, with_settings(own, {"steps": 4}, axes), words=["steps=3"])
 
 
-@pytest.mark.parametrize("only", [[], ["start"]])
-@pytest.mark.parametrize(
-    ("pooling", "expected"), [(["mean", "mean"], "mean"), (["max", "max"], "max"), (["mean", "cls"], None)]
-)
-def test_start_is_scored_with_the_pooling_that_all_runs_share(own, tmp_path, only, pooling, expected):
-    axes = {"axis": {label: {"encoder.pooling": name} for label, name in zip("ab", pooling, strict=True)}}
-    item = with_settings(own, STARTING, axes)
-    (tmp_path / "start").mkdir()
-    start = encoder_folder(tmp_path / "start", "bert", pooling="cls")
-    first, *_ = plan(tmp_path, item, start=start, only=only).runs
-    assert (first.cell, first.encoder.name, first.encoder.pooling) == ("start", str(start), expected)
-
-
-def test_start_with_a_prompt_or_where_nothing_starts_from_it_is_refused(own, tmp_path):
-    (tmp_path / "start").mkdir()
-    start = encoder_folder(tmp_path / "start", "bert", prompts={"query": "find: "}, default_prompt_name="query")
+def test_start_is_scored_with_the_pooling_that_all_runs_share(own, tmp_path):
+    start = start_folder(tmp_path, pooling="cls", prompts={"query": "find: "})
+    for first, second, expected in (("mean", "mean", "mean"), ("max", "max", "max"), ("mean", "cls", None)):
+        axes = {"axis": {"a": {"encoder.pooling": first}, "b": {"encoder.pooling": second}}}
+        item = with_settings(own, STARTING, axes)
+        for only in ([], ["start"]):
+            run, *_ = plan(tmp_path, item, start=start, only=only).runs
+            assert (run.cell, run.encoder.name, run.encoder.pooling) == ("start", str(start), expected)
     with pytest.raises(UsageError, match="takes no --start"):
         plan(tmp_path, str(own), start=start)
+    keys("config_sentence_transformers.json", default_prompt_name="query")(start)
     item = with_settings(own, STARTING, {"axis": {"a": {}, "b": {"optim.lr": 0.5}}})
     with pytest.raises(UsageError, match=f"--start {start}: puts 'find: ' before each text"):
         plan(tmp_path, item, start=start)
 
 
-CELLS = {
-    f"{terms}, {share}": {"terms": terms, "share": share} for terms in ("both", "mlm") for share in ("all", "half")
-}
-START = {"start": {}}
+CELLS = {f"{a}, {b}": {"terms": a, "share": b} for a in ("both", "mlm") for b in ("all", "half")}
+START, SEEDS = {"start": {}}, range(5)
 
 
-def numbers(seeds=5, effect=1.0):
+def numbers(effect=1.0):
     """Numbers that depend mostly on the seed, as those of runs with the same documents do."""
     rng = np.random.default_rng(0)
-    luck = 10 * rng.standard_normal(seeds)
-    return {
-        name: {
-            seed: float(luck[seed] + effect * (cell["terms"] == "both") + rng.standard_normal())
-            for seed in range(seeds)
-        }
-        for name, cell in CELLS.items()
-    }
+    luck = 10 * rng.standard_normal(5)
+    columns = {name: luck + effect * (cell["terms"] == "both") + rng.standard_normal(5) for name, cell in CELLS.items()}
+    return {name: dict(enumerate(map(float, values))) for name, values in columns.items()}
 
 
 def averaged(*arguments):
@@ -248,16 +217,13 @@ def averaged(*arguments):
 @pytest.mark.parametrize("within", ["", "all", "half"])
 def test_labels_are_compared_as_by_a_paired_t_test_also_within_each_label_of_the_other_axis(within):
     column, rows = numbers(), compare_labels(CELLS, numbers())
-    assert [(row.axis, row.label, row.base, row.seeds) for row in rows if not row.within] == [
-        ("terms", "mlm", "both", 5),
-        ("share", "half", "all", 5),
-    ]
+    compared = [(row.axis, row.label, row.base, row.seeds) for row in rows if not row.within]
+    assert compared == [("terms", "mlm", "both", 5), ("share", "half", "all", 5)]
     assert len(rows) == 6
     (row,) = (row for row in rows if (row.label, row.within) == ("mlm", within))
     shares = [within] if within else ["all", "half"]
-    mlm, both = (
-        np.mean([list(column[f"{terms}, {share}"].values()) for share in shares], axis=0) for terms in ("mlm", "both")
-    )
+    sides = [[list(column[f"{terms}, {share}"].values()) for share in shares] for terms in ("mlm", "both")]
+    mlm, both = np.mean(sides, axis=1)
     expected = stats.ttest_rel(mlm, both)
     interval = expected.confidence_interval(0.95)
     assert row.difference == pytest.approx((mlm - both).mean())
@@ -271,7 +237,7 @@ def test_the_interval_holds_other_test_items_too():
     column = numbers(effect=1.0)
     answers = np.random.default_rng(1).random((2, 50)) < np.array([[0.5], [0.52]])
     errors = [item_errors(side.astype(float)).tolist() for side in answers]
-    items = {name: dict.fromkeys(range(5), errors[cell["terms"] == "both"]) for name, cell in CELLS.items()}
+    items = {name: dict.fromkeys(SEEDS, errors[cell["terms"] == "both"]) for name, cell in CELLS.items()}
     alone, both = compare_labels(CELLS, column)[0], compare_labels(CELLS, column, (), items)[0]
     assert (alone.items, both.items, both.difference) == (0, 50, alone.difference)
     widths = [row.interval[1] - row.interval[0] for row in (alone, both)]
@@ -286,8 +252,7 @@ def test_the_interval_holds_other_test_items_too():
 def test_only_seeds_and_combinations_that_both_labels_have_are_compared():
     """Else the other axes' effects would count as those of the label."""
     column = numbers()
-    part = {name: cell for name, cell in CELLS.items() if name != "both, half"}
-    first, second = averaged(part, column)
+    first, second = averaged({name: cell for name, cell in CELLS.items() if name != "both, half"}, column)
     pairs = zip(column["mlm, all"].values(), column["both, all"].values(), strict=True)
     assert first.difference == pytest.approx(np.mean([mlm - both for mlm, both in pairs]))
     assert (first.label, second.label) == ("mlm", "half")
@@ -298,24 +263,7 @@ def test_only_seeds_and_combinations_that_both_labels_have_are_compared():
     assert [row.seeds for row in averaged(CELLS, column)] == [4, 4]
     column["both, all"] = {}
     assert averaged(CELLS, column) == []
-
-
-@pytest.mark.parametrize("effect", [0.0, 0.1, 40.1])
-@pytest.mark.parametrize("seeds", [1, 2, 3])
-def test_few_numbers_or_equal_differences_have_neither_interval_nor_p(seeds, effect):
-    """Differences that are equal but for rounding, such as 0.3 - 0.2 and 0.2 - 0.1, vary by nothing."""
-    equal = {
-        name: {seed: 0.1 * seed + effect * (cell["terms"] == "mlm") for seed in range(seeds)}
-        for name, cell in CELLS.items()
-    }
-    row = compare_labels(CELLS, equal)[0]
-    assert row.difference == pytest.approx(effect)
-    assert (row.p, row.interval, row.measurable) == (None, None, False)
-    assert ("(one seed)" if seeds == 1 else "(not measurable)") in difference_row(row)
-
-
-def test_every_label_of_every_axis_is_compared_with_the_start():
-    rows = averaged(START | CELLS, numbers() | {"start": dict.fromkeys(range(5), 7.0)})
+    rows = averaged(START | CELLS, numbers() | {"start": dict.fromkeys(SEEDS, 7.0)})  # every label is
     assert [(row.axis, row.label, row.base) for row in rows] == [
         *[("terms", "mlm", "both"), ("terms", "both", "start"), ("terms", "mlm", "start")],
         *[("share", "half", "all"), ("share", "all", "start"), ("share", "half", "start")],
@@ -325,42 +273,45 @@ def test_every_label_of_every_axis_is_compared_with_the_start():
     assert gains["mlm"] - gains["both"] == pytest.approx(rows[0].difference)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "without", "expected"),
-    [
-        ([("second", "third"), ("second", "of a cell that is not run")], "", [("second", "third", 0.75)]),
-        ([("second", "third")], "third", []),
-        ([("of another", "axis")], "", [("second", "first", 2.0), ("third", "first", 1.25)]),
-    ],
-)
+@pytest.mark.parametrize("effect", [0.0, 0.1, 40.1])
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_few_numbers_or_equal_differences_have_neither_interval_nor_p(seeds, effect):
+    """Differences that are equal but for rounding, such as 0.3 - 0.2 and 0.2 - 0.1, vary by nothing."""
+    gains = {name: effect * (cell["terms"] == "mlm") for name, cell in CELLS.items()}
+    equal = {name: {seed: 0.1 * seed + gain for seed in range(seeds)} for name, gain in gains.items()}
+    row = compare_labels(CELLS, equal)[0]
+    assert row.difference == pytest.approx(effect)
+    assert (row.p, row.interval, row.measurable) == (None, None, False)
+    assert ("(one seed)" if seeds == 1 else "(not measurable)") in difference_row(row)
+
+
+@pytest.mark.parametrize(("pairs", "without", "expected"), [
+    ([("second", "third"), ("second", "of a cell that is not run")], "", [("second", "third", 0.75)]),
+    ([("second", "third")], "third", []),
+    ([("of another", "axis")], "", [("second", "first", 2.0), ("third", "first", 1.25)]),
+])  # fmt: skip
 def test_pairs_of_an_axis_are_compared_in_place_of_its_first_label(pairs, without, expected):
     cells = START | {name: {"method": name} for name in ("first", "second", "third") if name != without}
-    column = {
-        "start": {0: 1.0, 1: 1.0},
-        "first": {0: 2.0, 1: 1.0},
-        "second": {0: 3.0, 1: 4.0},
-        "third": {0: 2.5, 1: 3.0},
-    }
+    values = {"start": (1.0, 1.0), "first": (2.0, 1.0), "second": (3.0, 4.0), "third": (2.5, 3.0)}
+    column = {name: dict(enumerate(pair)) for name, pair in values.items()}
     rows = [(row.label, row.base, row.difference) for row in compare_labels(cells, column, pairs)]
     gains = [("first", "start", 0.5), ("second", "start", 2.5), ("third", "start", 1.75)]
     assert rows == expected + [row for row in gains if row[0] != without]
 
 
 def test_lower_layers_are_those_of_the_source(tmp_path, capsys):
-    (tmp_path / "source").mkdir()
-    source = encoder_folder(tmp_path / "source", "bert")
+    source = start_folder(tmp_path)
     lower_layers.main([str(source), "1", str(tmp_path / "new")])
     whole, cut = AutoModel.from_pretrained(source), AutoModel.from_pretrained(tmp_path / "new")
     assert cut.config.num_hidden_layers == len(cut.encoder.layer) == 1
     theirs = whole.state_dict()
     assert all(value.equal(theirs[name]) for name, value in cut.state_dict().items())
     for folder, layers, target, parts in (
-        (source, 9, "nine", ("9 layers", "has 2")),
-        (tmp_path / "none", 1, "other", ("none has no config.json",)),
+        (source, 9, "nine", ("9 layers", "has 2")), (tmp_path / "none", 1, "other", ("none has no config.json",)),
         (source, 1, "new", ("new exists already",)),
-    ):
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             lower_layers.main([str(folder), str(layers), str(tmp_path / target)])
         message = capsys.readouterr().err
         assert [part for part in parts if part not in message] == []
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "new"}
+    assert {path.name for path in tmp_path.iterdir()} == {"start", "new"}

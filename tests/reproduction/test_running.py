@@ -12,14 +12,19 @@ import torch
 import yaml
 from folders import encoder_folder
 from papers import arguments, changed, refusal, write_item
+from prepared import Row, write_prepared
 from processes import until
 from safetensors.torch import load_file, save_file
 from sentevaldata import write_sets
-from tinyruns import GEOMETRY, descendants, prepare_values, wait_gone, write_corpus
+from tinyruns import GEOMETRY, descendants, prepare_values, wait_gone, write_config, write_corpus
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
+from declutr.evaluation.senteval.harness import VERSIONS
 from declutr.reproduction import provenance
+from declutr.reproduction.item import load_item
+from declutr.reproduction.plan import ItemPlan, identity, made_from, run_ready
 
 
 def call(*words):
@@ -56,7 +61,6 @@ def item(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(item, tmp_path_factory):
-    """Folder of the results of a whole call."""
     work = tmp_path_factory.mktemp("work")
     assert call(*arguments(item, work)) == 0
     return work / "terms-tiny"
@@ -116,10 +120,9 @@ def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     kill_at(work / "terms-tiny/both-50--0/run/checkpoints/step-00000002/state.json", *arguments(item, work, *words))
     assert not (work / "terms-tiny/mlm-50--0/scores.json").exists()
     assert call(*arguments(item, work, *words)) == 0
-    again, whole = results(work / "terms-tiny", "results-part"), results(finished)
-    assert {name: seeds["0"] for name, seeds in again["numbers"]["STS-B"].items()} == {
-        name: seeds["0"] for name, seeds in whole["numbers"]["STS-B"].items()
-    }
+    numbers = [results(work / "terms-tiny", "results-part")["numbers"]["STS-B"], results(finished)["numbers"]["STS-B"]]
+    again, whole = ({name: seeds["0"] for name, seeds in column.items()} for column in numbers)
+    assert again == whole
 
 
 @pytest.mark.slow
@@ -128,8 +131,8 @@ def test_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finishe
     config = yaml.safe_load(item.read_text())["scales"]["tiny"]["config"]
     scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}, "start": {"config": config}}
     columns = {"chosen": judged, "last": judged | {"checkpoint": "last"}}
-    copy = changed(item, "starts", scale, columns=columns, axes={"terms": {"both": {}, "mlm": {
-        "objective.terms": "mlm"}}})  # fmt: skip
+    terms = {"both": {}, "mlm": {"objective.terms": "mlm"}}
+    copy = changed(item, "starts", scale, columns=columns, axes={"terms": terms})
     words, numbers = ["--start", start, "--only", "start", "--only", "mlm", "--seeds", "0"], {}
     for export in ("best", "last"):
         assert call(*arguments(copy, tmp_path / export, *words, f"export={export}")) == 0
@@ -176,28 +179,25 @@ def test_commit_and_machine_of_the_training_stay_when_its_run_is_scored_again(it
     assert text.index("Trained by: *Hardware:*") < text.index("0123abc") < text.index("Scored by: *Hardware:*")
 
 
-@pytest.mark.parametrize(
-    ("package", "named"), [("src/declutr/reproduction", True), (".venv/lib/site-packages/declutr/reproduction", False)]
-)
-def test_commit_is_that_of_a_checkout_and_never_that_of_a_repository_around_the_package(tmp_path, package, named):
+def test_commit_is_that_of_a_checkout_and_never_that_of_a_repository_around_the_package(tmp_path):
     def git(*words):
         command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "theirs")
-    (tmp_path / package).mkdir(parents=True)
-    spec = spec_from_file_location("copied", shutil.copy(Path(provenance.__file__).resolve(), tmp_path / package))
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.facts([])["commit"] == (git("rev-parse", "HEAD") if named else None)
+    for package, commit in (("src", git("rev-parse", "HEAD")), (".venv/lib/site-packages", None)):
+        folder = tmp_path / package / "declutr/reproduction"
+        folder.mkdir(parents=True)
+        spec = spec_from_file_location("copied", shutil.copy(Path(provenance.__file__).resolve(), folder))
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.facts([])["commit"] == commit
 
 
 def test_failed_runs_and_columns_without_data_are_named_and_the_others_run(item, tmp_path, capsys):
     """A rate beyond all bounds makes a loss infinite; other runs have less than a batch, or shards without a corpus."""
-    values = {"output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/gone.txt"]}}
-    values["tokenizer"] = {"kind": "train", "vocab_size": 400}
-    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": values}))
+    write_config(tmp_path / "prepare.yaml", prepare=prepare_values("$DECLUTR_DATA/gone.txt", "unused"))
     axes = {"run": {"few": {"data_fraction": 0.01}, "huge": {"optim.lr": 1.0e12, "optim.max_grad_norm": None},
             "other": {"data": "$DECLUTR_WORK/shards/gone"}, "small": {}}}  # fmt: skip
     columns = {"STS-B": {"tasks": ["STSBenchmark"], "number": "all"}, "SNLI": {"tasks": ["SNLI"]}}
@@ -220,19 +220,14 @@ def test_failed_runs_and_columns_without_data_are_named_and_the_others_run(item,
         assert line in text
 
 
-@pytest.mark.parametrize("folder", [".", "terms-tiny"])
-def test_second_command_is_refused_where_shards_are_prepared_or_on_the_same_item(item, tmp_path, capsys, folder):
+def test_a_second_command_and_shards_of_other_settings_are_refused(item, tmp_path, capsys):
+    """Where shards are prepared, and on the same item. A folder of the same name may be of another item."""
     (tmp_path / "terms-tiny").mkdir()
-    with RunLock(tmp_path / folder, lambda: None):
-        assert call(*arguments(item, tmp_path, "--plan")) == 0
-        assert "another command works here" in refusal(capsys, *arguments(item, tmp_path))
-
-
-def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
-    """A folder of the same name may be of another item."""
-    values = {"output": "unused", "tokenizer": {"kind": "train", "vocab_size": 400}, "geometry": GEOMETRY}
-    values["corpus"] = {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]}
-    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": values}))
+    for folder in (tmp_path, tmp_path / "terms-tiny"):
+        with RunLock(folder, lambda: None):
+            assert call(*arguments(item, tmp_path, "--plan")) == 0
+            assert "another command works here" in refusal(capsys, *arguments(item, tmp_path))
+    write_config(tmp_path / "prepare.yaml", prepare=prepare_values("$DECLUTR_DATA/texts", "unused"))
     copy = changed(item, "a", {"shards": {"documents": {"config": str(tmp_path / "prepare.yaml")}}})
     shutil.copytree(item.parent / "shards", tmp_path / "work/shards/documents")
     message = refusal(capsys, *arguments(copy, tmp_path / "work"))
@@ -245,8 +240,7 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
 def test_kill_while_shards_are_prepared_ends_all_and_the_same_command_finishes(tmp_path):
     item, work = write_item(tmp_path), tmp_path / "work"
     write_corpus(tmp_path / "data/corpus.jsonl")
-    prepare = prepare_values("$DECLUTR_DATA/corpus.jsonl", "unused")
-    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": prepare}))
+    write_config(tmp_path / "prepare.yaml", prepare=prepare_values("$DECLUTR_DATA/corpus.jsonl", "unused"))
     scale = {"settings": {"data": "$DECLUTR_WORK/shards/documents"}}
     scale["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
     changed(item, "terms", scale, axes={"run": {"one": {}}})
@@ -254,9 +248,6 @@ def test_kill_while_shards_are_prepared_ends_all_and_the_same_command_finishes(t
     again = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     assert list(results(work / "terms-tiny", "results-part")["numbers"]["STS-B"]) == ["one"]
-
-
-# Scores of encoders that are not trained
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +295,8 @@ def test_warnings_of_a_scoring_stand_with_the_results(encoders, tmp_path):
     copy = changed(encoders, "warned", encoders=values["encoders"] | {"none": {"name": str(folder)}})
     for _ in range(2):  # the second time from files
         assert call(*arguments(copy, tmp_path / "work")) == 0
-        warnings = results(tmp_path / "work/warned-tiny")["warnings"]
-        assert warnings.keys() == {"none, seed 0"}
-        lines = warnings["none, seed 0"]
+        ((run, lines),) = results(tmp_path / "work/warned-tiny")["warnings"].items()
+        assert run == "none, seed 0"
         assert any(line.endswith("sampled embeddings are zero") for line in lines)
         assert any(line.startswith("STS12: no correlation in") for line in lines)
         assert not any("published" in line for line in lines)
@@ -316,7 +306,12 @@ def test_warnings_of_a_scoring_stand_with_the_results(encoders, tmp_path):
             path.unlink()
 
 
-def test_an_encoder_that_cannot_be_loaded_stops_no_other_run(encoders, tmp_path, capsys):
+def test_an_encoder_that_cannot_be_loaded_stops_no_other_run_and_other_data_are_refused(encoders, tmp_path, capsys):
+    message = refusal(capsys, *arguments(encoders, tmp_path, checked=True))
+    assert [part for part in ("2 of 2 tasks cannot be scored", "--allow-unchecked") if part not in message] == []
+    nothing = refusal(capsys, *arguments(encoders, tmp_path, "--senteval", tmp_path / "gone"))
+    assert "nothing can be scored: no data of STS12 in" in nothing
+    assert not (tmp_path / "pooling-tiny").exists()
     names = yaml.safe_load(encoders.read_text())["encoders"]
     copy = changed(encoders, "gone", encoders={"none": {"name": str(tmp_path / "none")}, "mean": names["mean"]})
     assert "1 of 2 runs failed, the others are scored: none, seed 0" in refusal(capsys, *arguments(copy, tmp_path))
@@ -324,10 +319,82 @@ def test_an_encoder_that_cannot_be_loaded_stops_no_other_run(encoders, tmp_path,
     assert (list(part["failed"]), set(part["numbers"]["mean"])) == (["none, seed 0"], {"mean"})
 
 
-def test_data_other_than_the_published_ones_are_refused_before_the_work(encoders, tmp_path, capsys):
-    message = refusal(capsys, *arguments(encoders, tmp_path, checked=True))
-    assert "2 of 2 tasks cannot be scored" in message
-    assert "--allow-unchecked" in message
-    nothing = refusal(capsys, *arguments(encoders, tmp_path, "--senteval", tmp_path / "gone"))
-    assert "nothing can be scored: no data of STS12 in" in nothing
-    assert not (tmp_path / "pooling-tiny").exists()
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An item, an encoder and shards in a folder that `~` and `$PLACE` name."""
+    for name in ("HOME", "PLACE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    write_item(tmp_path)
+    (tmp_path / "encoder").mkdir()
+    encoder_folder(tmp_path / "encoder", "bert")
+    return tmp_path
+
+
+def first_run(home, **keys):
+    item = load_item(str(changed(home / "terms.yaml", "changed", **keys)))
+    plan = ItemPlan("changed", item, "tiny", home / "data", home / "data/senteval", home / "work")
+    return plan, plan.runs[0]
+
+
+def encoder_identity(home, name):
+    return identity(*first_run(home, axes={}, encoders={"a": {"name": name}}, scales={"tiny": {}}))
+
+
+def write(path, text="other"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+IMAGES = {"data": "shards", "objective": {"kind": "supcon"}, "frontend": {"pretrained": "$PLACE/encoder"}}
+
+
+def test_encoders_of_other_files_and_other_methods_and_classifiers_have_other_scores(home, monkeypatch):
+    names = [f"{home}/encoder", f"untrained:{home}/encoder", f"untrained@3:{home}/encoder", "~/encoder"]
+    before, again = ([encoder_identity(home, name) for name in names] for _ in range(2))
+    assert before == again
+    write(home / "encoder/model.safetensors")
+    assert not {encoder_identity(home, name) for name in names} & {*before}
+    seen = {identity(*first_run(home)), identity(*first_run(home, scale={"preset": "prototyping"}))}
+    monkeypatch.setitem(VERSIONS, "cosine", VERSIONS["cosine"] + 1)
+    assert len({*seen, identity(*first_run(home))}) == 3
+
+
+def test_run_that_is_trained_further_has_other_scores_and_its_logs_decide_nothing(home):
+    identities = [""]
+    for file, decides in (
+        ("checkpoints/step-00000002/encoder.pt", True), ("metrics.jsonl", False),
+        ("checkpoints/step-00000001/encoder.pt", False), ("checkpoints/step-00000004/encoder.pt", True),
+        ("export/model.safetensors", True), ("checkpoints/step-00000006/encoder.pt", False),
+    ):  # fmt: skip
+        write(home / "run" / file, file)
+        identities.append(encoder_identity(home, str(home / "run")))
+        assert (identities[-1] != identities[-2]) == decides, file
+    assert len({*identities}) == 4
+
+
+@pytest.mark.parametrize(("settings", "file"), [
+    ({"encoder": {"pretrained": "~/encoder"}}, "encoder/model.safetensors"),
+    ({"auxiliary_tasks": {"image": IMAGES}}, "encoder/model.safetensors"),
+    ({"validation.stsb": "~/pairs"}, "pairs/sts-dev.csv"),
+    ({"validation.sickr": "${PLACE}/pairs"}, "pairs/SICK_trial.txt"),
+    *[({key: "~/seen"}, "seen") for key in ("data", "validation.data")],
+])  # fmt: skip
+def test_run_of_other_encoders_pairs_or_shards_has_other_scores_and_is_refused(home, settings, file):
+    def write_seen(word):
+        shutil.rmtree(home / "seen", ignore_errors=True)
+        write_prepared(home / "seen", [[Row(f"{word} words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
+
+    write_seen("first")
+    for name in ("sts-dev.csv", "SICK_trial.txt"):
+        write(home / "pairs" / name, "pairs")
+    scale = {"settings": settings}
+    plan, run = first_run(home, scale=scale)
+    before, record = identity(plan, run), Path(f"{run.config.run}.made_from.json")
+    write(record, json.dumps(made_from(run.config)))
+    assert identity(*first_run(home, scale=scale)) == before
+    write_seen("second") if file == "seen" else write(home / file)
+    assert identity(plan, run) != before
+    with pytest.raises(UsageError, match="was trained with other settings or data"):
+        run_ready(run.config)
+    shutil.rmtree(home / file.partition("/")[0])  # what is not there now is not compared: it may be made again
+    assert not run_ready(run.config)

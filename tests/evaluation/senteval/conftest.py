@@ -6,7 +6,6 @@ from declutr.evaluation.senteval.tasks import TASKS
 
 @pytest.fixture(scope="module")
 def every_task(tmp_path_factory):
-    """A data folder with a few rows of every task."""
     path = tmp_path_factory.mktemp("senteval")
     write_binary(path)
     write_rest(path)

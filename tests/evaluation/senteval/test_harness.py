@@ -54,12 +54,9 @@ def inspected(folder, *names):
     return [inspect(find(name), folder, allow_unchecked=True) for name in choose_tasks(names)]
 
 
-def scored(
-    encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), geometry=True, **settings
-):
-    classifier = CONFIG.model_copy(update=settings)
-    choice = ScoringChoice(protocols=protocols, classifier=classifier, geometry=geometry)
-    say = said.append if said is not None else lambda _: None
+def scored(encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), geometry=True, **changes):
+    choice = ScoringChoice(protocols=protocols, classifier=CONFIG.model_copy(update=changes), geometry=geometry)
+    say = said.append if said is not None else len
     return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
 
 
@@ -74,58 +71,47 @@ def test_each_sentence_is_embedded_once_and_results_are_read_the_second_time(fol
     assert report.missing["MR"] == "not asked for"
     (entailment,) = inspected(folder, "SICK-E")
     assert report.results["SICKEntailment"].num_rows == len(entailment.data.splits["test"])
-    again = Counting(allowed=0)
-    assert scored(again, folder, tmp_path, "SICK-E", "SICK-R", "STS12") == first
+    assert scored(Counting(allowed=0), folder, tmp_path, "SICK-E", "SICK-R", "STS12") == first
     assert not list((tmp_path / "embeddings").rglob("*.npy"))  # of no use once all is scored
 
 
-def test_a_task_more_embeds_no_sentence_of_those_that_are_done(folder, tmp_path):
+def test_a_task_more_embeds_its_sentences_alone_and_other_settings_or_data_are_scored_anew(folder, tmp_path):
     scored(Counting(), folder, tmp_path, "STS12")
     encoder = Counting()
     found = scored(encoder, folder, tmp_path, "STS12", "SST2")
-    assert set(encoder.texts) == set(scored_sentences(folder, "SST2"))
+    assert set(encoder.texts) == set(sentence_rows([row.data for row in inspected(folder, "SST2")]))
     assert found.reports["senteval"].results.keys() == {"STS12", "SST2"}
-
-
-def scored_sentences(folder, name):
-    return sentence_rows([inspect(find(name), folder, allow_unchecked=True).data])
-
-
-def test_other_settings_and_other_data_are_scored_anew(folder, tmp_path):
-    scored(Counting(), folder, tmp_path / "out", "SST2")
-    other = Counting()
-    scored(other, folder, tmp_path / "out", "SST2", seed=2)
-    assert other.texts
-    changed = write_sets(tmp_path / "changed", rows=16, seed=1)
-    other = Counting()
-    scored(other, changed, tmp_path / "out", "SST2", seed=2)
-    assert other.texts
+    for data in (folder, write_sets(tmp_path / "changed", rows=16, seed=1)):
+        other = Counting()
+        scored(other, data, tmp_path, "SST2", seed=2)
+        assert other.texts
 
 
 def test_scores_by_cosine_embed_no_training_sentence(folder, tmp_path):
     encoder = Counting()
     found = scored(encoder, folder, tmp_path, "STS-B", "SICK-R", protocols=("simcse",), geometry=False)
-    needed = [
-        text
-        for name in ("STS-B", "SICK-R")
-        for split in ("dev", "test")
-        for pairs in [inspect(find(name), folder, allow_unchecked=True).data.splits[split]]
-        for text in (*pairs.first, *pairs.second)
-    ]
-    assert set(encoder.texts) == set(needed)
+    splits = [row.data.splits[split] for row in inspected(folder, "STS-B", "SICK-R") for split in ("dev", "test")]
+    assert set(encoder.texts) == {text for pairs in splits for text in (*pairs.first, *pairs.second)}
     assert not found.geometry
     with_all = scored(Counting(), folder, tmp_path / "all", "STS-B", "SICK-R", protocols=("senteval", "simcse"))
     assert with_all.geometry
     assert found.reports["simcse"].results == with_all.reports["simcse"].results
 
 
-def test_a_damaged_result_is_scored_again(folder, tmp_path):
+def test_a_damaged_result_is_scored_again_and_refused_data_give_none(folder, tmp_path):
     first = scored(Counting(), folder, tmp_path, "STS12")
     (path,) = tmp_path.glob("*/STS12.json")
     whole = json.loads(path.read_text())
     path.write_text(path.read_text()[:-40])
     assert scored(Counting(), folder, tmp_path, "STS12").reports == first.reports
     assert json.loads(path.read_text()) | {"seconds": 0} == whole | {"seconds": 0}
+    inspections = [*inspected(folder, "STS12"), inspect(find("Tense"), folder)]
+    found = evaluate(Counting(), inspections, ScoringChoice(), tmp_path, HERE, len)
+    assert set(found.reports["senteval"].results) == {"STS12"}
+    says(found.reports["senteval"].missing["Tense"], "Tense train", "16 rows", "published about 100,000")
+    found = scored(Counting(), folder, tmp_path, "MR", "STS12", num_folds=20)  # of which a class has too few rows
+    assert set(found.reports["senteval"].results) == {"STS12"}
+    assert "20" in found.reports["senteval"].missing["MR"]
 
 
 def test_a_killed_embedding_goes_on(tmp_path, monkeypatch):
@@ -133,21 +119,21 @@ def test_a_killed_embedding_goes_on(tmp_path, monkeypatch):
     texts = [f"text {number}" for number in range(50)]
     killed = Counting(allowed=3)
     with pytest.raises(KeyboardInterrupt):
-        embed_all(killed, texts, tmp_path, lambda _: None)
+        embed_all(killed, texts, tmp_path, len)
     torn = next(tmp_path.rglob("part-00001.npy"))
     torn.write_bytes(torn.read_bytes()[:-7])
     other = Counting()
-    vectors = embed_all(other, texts, tmp_path, lambda _: None)
+    vectors = embed_all(other, texts, tmp_path, len)
     assert other.texts == texts[8:16] + texts[24:]
     rows = np.array([49, 0, 13, 13, 24])
     assert np.array_equal(vectors.take(rows), HashedWords(16).encode([texts[row] for row in rows]))
     for encoder, own in ((Counting(), texts[:9]), (Counting(8), texts)):  # each has a folder of its own
-        embed_all(encoder, own, tmp_path, lambda _: None)
+        embed_all(encoder, own, tmp_path, len)
         assert encoder.texts == own
     for array in (np.zeros((8, 5), np.float32), np.zeros((8, 16)), np.zeros((7, 16), np.float32)):
         np.save(torn, array)
         other = Counting()
-        embed_all(other, texts, tmp_path, lambda _: None)
+        embed_all(other, texts, tmp_path, len)
         assert other.texts == texts[8:16], "a part of another shape or type is not read"
 
 
@@ -201,25 +187,8 @@ def test_a_collapsed_encoder_is_warned_of_and_one_without_numbers_refused(folder
     broken.value = np.nan
     with pytest.raises(EncoderError, match=all_of("finite", "no score")):
         scored(broken, folder, tmp_path, "STS12")
-
-
-def test_collapse_is_looked_for_in_two_thousand_rows_of_many():
-    assert len(sample_rows(5000)) == len(set(sample_rows(5000).tolist())) == 2000
+    assert len(sample_rows(5000)) == len(set(sample_rows(5000).tolist())) == 2000  # in which collapse is looked for
     assert sample_rows(7).tolist() == list(range(7))
-
-
-def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
-    found = scored(Counting(), folder, tmp_path, "MR", "STS12", num_folds=20)
-    assert "MR" not in found.reports["senteval"].results
-    assert "20" in found.reports["senteval"].missing["MR"]
-    assert "STS12" in found.reports["senteval"].results
-
-
-def test_refused_data_give_no_result(folder, tmp_path):
-    inspections = [*inspected(folder, "STS12"), inspect(find("Tense"), folder)]
-    found = evaluate(Counting(), inspections, ScoringChoice(), tmp_path, HERE, lambda _: None)
-    assert set(found.reports["senteval"].results) == {"STS12"}
-    says(found.reports["senteval"].missing["Tense"], "Tense train", "16 rows", "published about 100,000")
 
 
 @pytest.mark.ray

@@ -1,9 +1,12 @@
-"""`declutr why` against what the workers of a run read, and of runs that do not fit."""
+"""`declutr why` against what the workers of a run read; `declutr inspect RUN` and its checkpoints."""
 
+import itertools
 import json
+import os
 import random
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,17 +15,21 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+from broken import flip_a_bit
+from folders import write
 from messages import all_of, says
-from preparing import prepare_media, prepare_rows
+from preparing import make_pair, prepare_media, prepare_rows
 from textruns import AUDIO, IMAGE, IMAGES, PAIRS, SOUNDS, clips, pictures
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
 from declutr.common.errors import UsageError
+from declutr.inspection.describe import CheckpointRow, _table
 from declutr.inspection.order import read_order
 from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import build_parts
+from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.config import TrainConfig
 from declutr.trainer.data.chunks import rank_plan
@@ -60,7 +67,7 @@ def shards(tmp_path_factory):
     documents = [{"text": f"{text(90, 200)} {number}"} for number in range(50)]
     sentences = [{"text": f"{text(3, 20)} {number}"} for number in range(70)]
     premises = [f"{text(3, 20)} {number}" for number in range(40)]
-    pairs = [{"premise": one, "hypothesis": text(2, 9), "label": label % 3} for one in premises for label in range(4)]
+    pairs = [make_pair(premise, text(2, 9), label % 3) for premise in premises for label in range(4)]
     return {
         "documents": prepare_rows(folder / "documents", "documents", documents, geometry=runs.GEOMETRY)[0],
         "sentences": prepare_rows(folder / "sentences", "sentences", sentences)[0],
@@ -68,6 +75,14 @@ def shards(tmp_path_factory):
         "images": prepare_media(folder / "images", IMAGES, pictures())[0],
         "sounds": prepare_media(folder / "sounds", SOUNDS, clips())[0],
     }
+
+
+def why(capsys, run, *words, status=0):
+    """What `declutr why` shows of a run, or its error."""
+    capsys.readouterr()
+    assert main(["why", str(run), *words]) == status
+    answer = capsys.readouterr()
+    return answer.err if status else answer.out
 
 
 def spans_of(batch):
@@ -105,10 +120,8 @@ def run_of(shards, folder, method, **changes):
     """The folder of a run of a method with two auxiliary tasks, and what its workers read."""
     content, objective = METHODS[method]
     tasks = {"image": {"data": str(shards["images"]), **IMAGE}, "audio": {"data": str(shards["sounds"]), **MIXED}}
-    values = runs.train_values(
-        shards[content], folder, steps=STEPS, objective=objective, auxiliary_tasks=tasks, task_schedule="alternating"
-    )
-    values |= changes
+    settings = {"objective": objective, "auxiliary_tasks": tasks, "task_schedule": "alternating"}
+    values = runs.train_values(shards[content], folder, steps=STEPS, **settings) | changes
     if content != "documents":
         del values["spans"]
     config = TrainConfig.model_validate(values)
@@ -139,8 +152,7 @@ def test_why_shows_every_span_that_the_workers_read(shards, tmp_path, capsys, me
             assert sorted(span for row in rows for span in spans_of(row.batch)) == sorted(expected), (name, step)
             assert sum(row.batch.spans.digest() for row in rows) % DIGEST == order.logged_digest(name, step)
             assert all(len(row.roles) in (0, row.batch.spans.num_spans) for row in rows)
-    assert main(["why", str(tmp_path / "run"), "--step", "4"]) == 0
-    shown = capsys.readouterr().out
+    shown = why(capsys, tmp_path / "run", "--step", "4")
     assert shown.count("as the run logged it") == 3
     assert shown.count("\nposition ") == 8 + 6 + 5
     assert ("to predict: " in shown) == (method in ("declutr", "declutr unmasked", "mlm", "simcse"))
@@ -152,7 +164,6 @@ def test_why_shows_every_span_that_the_workers_read(shards, tmp_path, capsys, me
 
 @pytest.fixture(scope="module")
 def run(shards, tmp_path_factory):
-    """Folder of a run of DeCLUTR with two auxiliary tasks, its configuration and what its workers read."""
     folder = tmp_path_factory.mktemp("run") / "run"
     return folder, *run_of(shards, folder, "declutr", data_fraction=0.8)
 
@@ -168,77 +179,63 @@ def test_document_lists_every_step_that_read_it(run, capsys):
         document = next(row for row in reader.rows(7) if {span[1] for span in spans_of(row.batch)} <= dropout_key)
         assert keys[document.number].hex() == document.id
         steps = [step for step in range(1, STEPS + 1) for row in reader.rows(step) if row.number == document.number]
-        assert main(["why", str(folder), "--document", document.id]) == 0
-        shown = capsys.readouterr().out
+        shown = why(capsys, folder, "--document", document.id)
         assert re.findall(r"step (\d+), position", shown) == list(map(str, steps))
         assert f"{len(steps)} of the 9 steps taken read it, {len(steps)} of all 9" in shown
         assert ("not listed: steps that mix it into another clip (objective.mixup = 0.5)" in shown) == (name == "audio")
-        assert main(["why", str(folder), "--document", document.id, "--step", "7"]) == 0
-        assert capsys.readouterr().out.count("position ") == 1
-        unread = next((step for step in range(1, STEPS + 1) if step not in steps), None)
-        if unread is not None:
-            assert main(["why", str(folder), "--document", document.id, "--step", str(unread)]) == 1
-            assert f"step {unread} does not read it" in capsys.readouterr().err
+        assert why(capsys, folder, "--document", document.id, "--step", "7").count("position ") == 1
+        for unread in [step for step in range(1, STEPS + 1) if step not in steps][:1]:
+            error = why(capsys, folder, "--document", document.id, f"--step={unread}", status=1)
+            assert f"step {unread} does not read it" in error
 
 
 def test_document_outside_the_share_or_held_out_is_read_by_no_step(run, capsys):
     folder, config, _ = run
     splits = [ShardSet(Path(config.data), "train", part=part) for part in (None, config.main.part)]
     every, read = (split.take(np.arange(split.num_documents))["id"].to_pylist() for split in splits)
-    assert main(["why", str(folder), "--document", next(one for one in every if one not in read).hex()]) == 0
-    says(capsys.readouterr().out, "outside the share")
+    says(why(capsys, folder, "--document", next(one for one in every if one not in read).hex()), "outside the share")
     held_out = ShardSet(Path(config.data), "held-out").take(np.array([0]))["id"][0].as_py().hex()
-    assert main(["why", str(folder), "--document", held_out]) == 0
-    shown = capsys.readouterr().out
-    assert "held out" in shown
-    assert "no step reads it" in shown
+    shown = why(capsys, folder, "--document", held_out)
+    assert [part for part in ("held out", "no step reads it") if part not in shown] == []
 
 
 def test_why_of_other_shards_names_both_digests_and_the_setting(run, shards, capsys, tmp_path):
     folder, _, _ = run
-    other = tmp_path / "other"
-    shutil.copytree(shards["documents"], other)
+    other = shutil.copytree(shards["documents"], tmp_path / "other")
     manifest = json.loads((other / "manifest.json").read_text())
-    held_out = next(shard for shard in manifest["shards"] if shard["split"] == "held-out")
-    held_out["split"] = "train"
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    next(shard for shard in manifest["shards"] if shard["split"] == "held-out")["split"] = "train"
+    write(other / "manifest.json", manifest)
     assert main(["why", str(folder), "--step", "2", f"data={other}"]) == 1
     assert "add data=FOLDER" in capsys.readouterr().out
-    assert main(["why", str(folder), "--step", "2", f"data={tmp_path / 'none'}"]) == 1
-    assert f"data = {tmp_path / 'none'}" in capsys.readouterr().err
-    assert main(["why", str(folder), "--step", "2", "data=s3://bucket/x"]) == 1
-    assert "declutr copy s3://bucket/x FOLDER" in capsys.readouterr().err
-    assert main(["why", str(folder), "--step", "2", "batch_documents=1000000000000"]) == 1
-    assert "batch_documents = 1000000000000: " in capsys.readouterr().err
-    document = ShardSet(shards["documents"], "train").take(np.array([0]))["id"][0].as_py().hex()
-    assert main(["why", str(folder), "--document", document, f"steps={10**18}"]) == 1
-    assert "at most 10,000,000 are listed" in capsys.readouterr().err
-    for step in ("0", "10", "-3"):
-        assert main(["why", str(folder), f"--step={step}"]) == 1
-        assert f"--step {step}: the run has the steps 1 to 9" in capsys.readouterr().err
-    assert main(["why", str(folder), "--document", "nowhere.txt"]) == 1
-    assert "no document matches 'nowhere.txt'" in capsys.readouterr().err
+    row = ShardSet(shards["documents"], "train").take(np.array([0])).to_pylist()[0]
+    document, offsets = row["id"].hex(), ("9" * 19, "9" * 5000, "²")  # that no file has
+    for words, message in (
+        (["--step", "2", f"data={tmp_path / 'none'}"], f"data = {tmp_path / 'none'}"),
+        (["--step", "2", "data=s3://bucket/x"], "declutr copy s3://bucket/x FOLDER"),
+        (["--step", "2", "batch_documents=1000000000000"], "batch_documents = 1000000000000: "),
+        (["--document", document, f"steps={10**18}"], "at most 10,000,000 are listed"),
+        *[([f"--step={step}"], f"--step {step}: the run has the steps 1 to 9") for step in ("0", "10", "-3")],
+        (["--document", "nowhere.txt"], "no document matches 'nowhere.txt'"),
+        *[(["--document", f"{row['source']}:{offset}"], "no document matches") for offset in offsets],
+    ):
+        assert message in why(capsys, folder, *words, status=1)
 
 
 def test_why_of_a_file_shows_a_run_that_has_not_started(run, capsys, tmp_path):
     folder, config, _ = run
     values = config.model_dump(mode="json") | {"run": str(tmp_path / "new")}
     file = runs.write_config(tmp_path / "run.yaml", train=values)
-    assert main(["why", str(file), "--step", "4"]) == 0
-    new = capsys.readouterr().out
+    new = why(capsys, file, "--step", "4")
     assert new.count("not taken yet, the newest step in the metrics is no step") == 3
-    assert main(["why", str(folder), "--step", "4"]) == 0
-    started = capsys.readouterr().out
-    assert [line for line in new.splitlines() if "digest" not in line] == [
-        line for line in started.splitlines() if "digest" not in line
-    ]
-    assert main(["why", str(file), "--step", "4", "seed=5"]) == 0
-    assert capsys.readouterr().out != new
+    started = why(capsys, folder, "--step", "4")
+    lines = [[line for line in text.splitlines() if "digest" not in line] for text in (new, started)]
+    assert lines[0] == lines[1]
+    assert why(capsys, file, "--step", "4", "seed=5") != new
     cache, address = tmp_path / "cache", "s3://bucket/run"
     shutil.copytree(folder, run_folder(address, str(cache)))
     values |= {"run": address, "cache": str(cache)}
-    assert main(["why", str(runs.write_config(tmp_path / "far.yaml", train=values)), "--step", "4"]) == 0
-    assert capsys.readouterr().out == started, "this host's copy of the run is read"
+    far = why(capsys, runs.write_config(tmp_path / "far.yaml", train=values), "--step", "4")
+    assert far == started, "this host's copy of the run is read"
 
 
 def test_a_step_is_found_between_other_and_damaged_lines(tmp_path):
@@ -264,7 +261,6 @@ ALL_STEPS, TAKEN = 12, 9
 
 @pytest.fixture
 def short_run(shards, tmp_path):
-    """A run that has taken nine of twelve steps."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(config_yaml(runs.train_config(shards["documents"], folder, steps=ALL_STEPS)))
@@ -277,45 +273,38 @@ def test_a_step_whose_line_is_damaged_was_taken_and_a_fork_of_an_earlier_version
     lines = (short_run / METRICS).read_text().splitlines()
     lines[5] = lines[5][:20]
     (short_run / METRICS).write_text("\n".join(lines) + "\n")
-    assert main(["why", str(short_run), "--step", "6"]) == 0
-    shown = capsys.readouterr().out
+    shown = why(capsys, short_run, "--step", "6")
     says(shown, "the step was taken", "no whole line")
     assert "not taken yet" not in shown
 
 
 def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, short_run, tmp_path, capsys):
-    shutil.copytree(shards["documents"], tmp_path / "again")
-    manifest = json.loads((tmp_path / "again" / "manifest.json").read_text())
-    manifest["geometry"] |= {"max_tokens": 8}
-    (tmp_path / "again" / "manifest.json").write_text(json.dumps(manifest))
+    again = shutil.copytree(shards["documents"], tmp_path / "again")
+    manifest = json.loads((again / "manifest.json").read_text())
+    write(again / "manifest.json", manifest | {"geometry": manifest["geometry"] | {"max_tokens": 8}})
     for view in (["--step", "1"], ["--document", "0" * 32]):
-        assert main(["why", str(short_run), *view, f"data={tmp_path / 'again'}"]) == 1
-        says(capsys.readouterr().err, "spans.max_tokens = 16", "at most 8", "add data=FOLDER")
+        error = why(capsys, short_run, *view, f"data={again}", status=1)
+        says(error, "spans.max_tokens = 16", "at most 8", "add data=FOLDER")
 
 
-@pytest.mark.parametrize(("fraction", "rows"), [(1e-9, "0 training"), (0.1, "training")])
-@pytest.mark.parametrize("folders", [1, 2])
-def test_a_share_that_fills_no_batch_is_refused(shards, short_run, tmp_path, fraction, rows, folders):
+def test_a_share_that_fills_no_batch_is_refused(shards, short_run, tmp_path):
     """A run could not start with it; in a mixture too, whose order would have no end."""
-    shutil.copytree(shards["documents"], tmp_path / "again")
-    places = [{"path": str(place), "weight": 1.0} for place in (shards["documents"], tmp_path / "again")][:folders]
-    with pytest.raises(
-        UsageError, match=all_of(f"data_fraction = {fraction}", rows, "batch_documents = 8", "increase")
-    ):
-        read_order(short_run, [f"data_fraction={fraction}", f"data={json.dumps(places)}"])
+    again = shutil.copytree(shards["documents"], tmp_path / "again")
+    for place, (fraction, rows) in itertools.product((None, again), ((1e-9, "0 training"), (0.1, "training"))):
+        places = [{"path": str(path), "weight": 1.0} for path in (shards["documents"], place) if path]
+        message = all_of(f"data_fraction = {fraction}", rows, "batch_documents = 8", "increase")
+        with pytest.raises(UsageError, match=message):
+            read_order(short_run, [f"data_fraction={fraction}", f"data={json.dumps(places)}"])
 
 
-@pytest.mark.parametrize("offset", ["9" * 19, "9" * 5000, "²"])
-def test_an_offset_that_no_file_has_names_no_document(shards, short_run, capsys, offset):
-    source = ShardSet(shards["documents"], "train").take(np.array([0]))["source"][0].as_py()
-    assert main(["why", str(short_run), "--document", f"{source}:{offset}"]) == 1
-    assert "no document matches" in capsys.readouterr().err
-
-
-def test_a_broken_export_leaves_the_positions_to_the_encoder_of_the_settings(short_run):
+def test_a_broken_export_leaves_the_positions_to_the_encoder_and_an_objective_that_cannot_be_made_is_named(short_run):
     (short_run / EXPORT).mkdir()
     (short_run / EXPORT / "config.json").write_text("{")
-    assert len(list(StepReader(read_order(short_run).tasks[""], short_run).rows(1))) == 8
+    task = read_order(short_run).tasks[""]
+    assert len(list(StepReader(task, short_run).rows(1))) == 8
+    other = replace(task, settings=replace(task.settings, objective=NeedingConfig()))
+    with pytest.raises(UsageError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
+        StepReader(other, short_run)
 
 
 class Needing(Declutr):
@@ -331,8 +320,64 @@ class NeedingConfig(DeclutrConfig):
     kind: str = "needing"
 
 
-def test_an_objective_that_cannot_be_made_is_named(short_run):
-    task = read_order(short_run).tasks[""]
-    other = replace(task, settings=replace(task.settings, objective=NeedingConfig()))
-    with pytest.raises(UsageError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
-        StepReader(other, short_run)
+@pytest.fixture
+def saved_run(tmp_path):
+    saving = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4}
+    config = runs.least_config(checkpoint=saving, validation={"every_steps": 2, "score": "mrr"})
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
+    for step, scores in ((2, {"mrr": 0.75}), (4, {"mrr": 0.5}), (6, {}), (8, {"mrr": 0.25})):
+        update = {"documents": 1000 * step, "world_size": 3, "skipped": step // 8}
+        state = runs.state_of(step, **scores).model_copy(update=update)
+        checkpoint.save(tmp_path / "checkpoints", state, {"encoder.safetensors": {"weight": torch.ones(2**18)}})
+    return tmp_path
+
+
+def test_every_checkpoint_has_a_line_and_folders_of_no_run_are_refused(saved_run, capsys, tmp_path):
+    assert main(["inspect", str(saved_run)]) == 0
+    first, head, *lines, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == (f"Run in {saved_run}: 0 steps logged", "  not exported yet")
+    assert head.split()[:3] == ["step", "documents", "age"]
+    assert [line.split()[0] for line in lines] == ["2", "4", "6", "8"]
+    parts = {0: ("best", "mrr 0.7500"), 1: ("every",), 3: ("last, every", "8,000", "1 steps skipped")}
+    for place, line in enumerate(lines):
+        assert [part for part in ("verified", " 1.0 ", *parts.get(place, ())) if part not in line] == []
+    (tmp_path / "file").write_text("")
+    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
+        assert main(["inspect", str(place), *options]) == 1
+        says(capsys.readouterr().err, place, "run")
+    for step in (saved_run / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    assert main(["inspect", str(saved_run)]) == 0
+    says(capsys.readouterr().out, "no checkpoint yet")
+
+
+def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(saved_run, capsys):
+    flip_a_bit(saved_run / "checkpoints" / "step-00000004" / "encoder.safetensors")
+    assert main(["inspect", str(saved_run), "--json"]) == 0, "the newest one is whole"
+    found = json.loads(capsys.readouterr().out)
+    assert [row["broken"] is None for row in found] == [True, False, True, True]
+    says(found[1]["broken"], "encoder.safetensors", "altered", "checksum")
+    assert [row["kept"] for row in found] == [["best"], [], ["last"], ["last", "every"]]
+    assert found[0]["scores"] == {"mrr": 0.75}
+    assert found[3]["world_size"] == 3
+    assert found[3]["size_bytes"] > 2**20
+    assert 0 <= found[3]["age_seconds"] < 600
+    hours_ago = time.time() - 7200
+    os.utime(saved_run / "checkpoints" / "step-00000002" / "encoder.safetensors", (hours_ago, hours_ago))
+    main(["inspect", str(saved_run), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["age_seconds"] < 600, "that of its newest file"
+    main(["inspect", str(saved_run), "--json", "--fast"])
+    assert not any(row["broken"] for row in json.loads(capsys.readouterr().out)), "its size is right"
+    main(["inspect", str(saved_run), "--fast"])
+    says(capsys.readouterr().out, "whole by its sizes")
+    (saved_run / "checkpoints" / "step-00000008" / "state.json").unlink()
+    assert main(["inspect", str(saved_run)]) == 1
+    says(capsys.readouterr().out, "BROKEN", "state.json", "missing")
+
+
+def test_ages_and_sizes_have_the_unit_that_fits():
+    ages = ((59.0, "59 s"), (60.0, "1.0 min"), (3600.0, "1.0 h"), (86399.0, "24.0 h"), (86400.0, "1.0 d"))
+    for seconds, age in ages:
+        _, line = _table([CheckpointRow(4, None, seconds, 10 * 2**20, 1000, 3, 0, {}, [])], "verified")
+        assert line.split()[:2] == ["4", "1,000"]
+        assert f" {age}      10.0 " in line
