@@ -67,10 +67,9 @@ def test_folder_problem_names_what_is_in_the_way(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
-    assert folder_problem(tmp_path) is None
-    assert folder_problem(tmp_path / "a" / "b") is None
-    says(folder_problem(tmp_path / "file"), "a file", "folder")
-    says(folder_problem(tmp_path / "file" / "below"), "a file", "folder")
+    assert {folder_problem(tmp_path), folder_problem(tmp_path / "a" / "b")} == {None}
+    for name in ("file", "file/below"):
+        says(folder_problem(tmp_path / name), "a file", "folder")
     says(folder_problem(tmp_path / "link"), "link to nothing")
     says(folder_problem(tmp_path / ("x" * 300)), "too long")
     if sys.platform == "linux":  # the system is asked, not the permissions
@@ -158,14 +157,12 @@ PLAIN = [
 
 @pytest.mark.parametrize("address", SECRETIVE)
 def test_credentials_are_refused_and_not_shown(address):
-    assert SECRET not in redact(f"before {address}, after")
-    assert SECRET not in (refusal(address) or "")
-    assert "environment" in (refusal(address) or "")
+    assert "environment" in refusal(address)
     with pytest.raises(PermissionError) as caught:
         filesystem(address)
     with pytest.raises(RemoteError) as other:
         Folder(address).read("")
-    assert SECRET not in f"{caught.value} {other.value}"
+    assert SECRET not in f"{redact(f'before {address}, after')} {refusal(address)} {caught.value} {other.value}"
 
 
 @pytest.mark.parametrize("address", PLAIN)
@@ -191,51 +188,43 @@ def test_names_the_hub_can_have_and_names_that_can_only_be_paths():
     assert [name for name in paths + names if looks_like_a_path(name)] == paths
 
 
-def commands(address):
-    """Every way in which a command takes an address."""
-    return [
-        (prepare_main, ["CONFIG", f"corpus.paths=[{address}]"]),
-        (prepare_main, ["CONFIG", f"corpus.paths=[{address}]", "--plan"]),
-        (prepare_main, ["CONFIG", f"corpus.paths=[{address}", "output=x"]),
-        (prepare_main, ["CONFIG", f"output={address}"]),
-        (prepare_main, ["CONFIG", f"corpus.paths={address}", "corpus.kind=nothing"]),
-        (train_main, ["CONFIG", f"run={address}"]),
-        (train_main, ["CONFIG", f"data={address}", "--print-config"]),
-        (declutr, ["copy", address, "here"]),
-        (declutr, ["embed", "model", address, "--output", "x"]),
-        (declutr, ["prepare", "CONFIG", f"corpus.paths=[{address}]"]),
-    ]
+def values_of(path):
+    tokenizer = {"kind": "train", "vocab_size": 300}
+    return {"output": "out", "corpus": {"kind": "files", "paths": [path]}, "tokenizer": tokenizer}
 
 
-@pytest.mark.parametrize("number", range(len(commands(""))))
-def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys, make_values):
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (prepare_main, "corpus.paths=[{}]"),
+        (prepare_main, "corpus.paths=[{}] --plan"),
+        (prepare_main, "corpus.paths=[{} output=x"),
+        (prepare_main, "output={}"),
+        (prepare_main, "corpus.paths={} corpus.kind=nothing"),
+        (train_main, "run={}"),
+        (train_main, "data={} --print-config"),
+        (declutr, "copy {} here"),
+        (declutr, "embed model {} --output x"),
+        (declutr, "prepare CONFIG corpus.paths=[{}]"),
+    ],
+)
+def test_no_command_takes_or_shows_them(main, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    values = {"prepare": make_values("a.txt"), "train": {"run": "run", "data": "data", "encoder": {"name": "x"}}}
+    values = {"prepare": values_of("a.txt"), "train": {"run": "run", "data": "data", "encoder": {"name": "x"}}}
     Path("CONFIG").write_text(json.dumps(values))
     for address in SECRETIVE[:3]:
-        main, arguments = commands(address)[number]
-        assert main(arguments) == 1
-        shown = capsys.readouterr()
-        assert "environment" in shown.err or "is not YAML" in shown.err
-        assert SECRET not in shown.out + shown.err
+        assert main(["CONFIG"] * (main is not declutr) + words.format(address).split()) == 1
+        out, err = capsys.readouterr()
+        assert "environment" in err or "is not YAML" in err
+        assert SECRET not in out + err
     assert [path.name for path in tmp_path.iterdir()] == ["CONFIG"]
 
 
-def test_a_config_file_and_the_api_are_checked_too(tmp_path, make_values):
-    values = make_values(SECRETIVE[0])
+def test_a_config_file_and_the_api_are_checked_too(tmp_path):
+    values = values_of(SECRETIVE[0])
     (tmp_path / "config.yaml").write_text(json.dumps({"prepare": values}))
     with pytest.raises(ConfigError, match=all_of("corpus.paths = 's3://***@bucket/texts'", "credentials")) as caught:
         load_config(str(tmp_path / "config.yaml"), "prepare", PipelineConfig)
-    assert SECRET not in str(caught.value)
     (problem,) = problems(PipelineConfig.model_validate(values))
     assert "holds credentials" in problem
-    assert SECRET not in problem
-
-
-@pytest.fixture
-def make_values(tmp_path):
-    return lambda path: {
-        "output": str(tmp_path / "out"),
-        "corpus": {"kind": "files", "paths": [path]},
-        "tokenizer": {"kind": "train", "vocab_size": 300},
-    }
+    assert SECRET not in f"{caught.value}{problem}"
