@@ -6,9 +6,11 @@ import os
 import shutil
 
 import pytest
+import ray
 import tinyruns as runs
 from filelock import FileLock
 
+from declutr.common.session import start_ray
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.trainer.train import main as train
@@ -32,10 +34,6 @@ def made_once(factory, name, make):
 @contextlib.contextmanager
 def any_session():
     """The session of this process, or one for the block alone."""
-    import ray
-
-    from declutr.common.session import start_ray
-
     alive = ray.is_initialized()
     start_ray(num_cpus=6)
     try:
@@ -47,8 +45,6 @@ def any_session():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Folder of tiny prepared shards."""
-
     def make(folder):
         runs.write_corpus(folder / "corpus.jsonl")
         with any_session():
@@ -63,9 +59,9 @@ def finished(data, tmp_path_factory):
 
     def make(folder):
         values = runs.train_values(data, folder / "run", **runs.FINISHED)
-        output = io.StringIO()
-        with any_session(), contextlib.redirect_stdout(output):
-            assert train([str(runs.write_config(folder / "train.yaml", train=values))]) == 0
+        config = str(runs.write_config(folder / "train.yaml", train=values))
+        with any_session(), contextlib.redirect_stdout(io.StringIO()) as output:
+            assert train([config]) == 0
         (line,) = output.getvalue().splitlines()
         assert "8 steps in" in line
         assert str(folder / "run" / "export") in line
@@ -75,6 +71,5 @@ def finished(data, tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of the finished run, to break."""
     shutil.copytree(finished / "run", tmp_path / "run")
     return tmp_path / "run"

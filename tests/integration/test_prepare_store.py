@@ -53,68 +53,67 @@ def bucket():
 def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates, monkeypatch):
     monkeypatch.setattr("declutr.pipeline.duplicates.search.KEYS_PER_BUCKET", 5_000)  # three buckets, each a task
     address = bucket(f"shards-{len(str(duplicates))}")
-    config = config_of(corpus, address, tmp_path / "cache", duplicates=duplicates)
+    place, cache = Folder(address), tmp_path / "cache"
+    config = config_of(corpus, address, cache, duplicates=duplicates)
     manifest = prepare(config)
-    assert manifest == prepare(config_of(corpus, tmp_path / "out", tmp_path / "cache", duplicates=duplicates))
+    assert manifest == prepare(config_of(corpus, tmp_path / "out", cache, duplicates=duplicates))
     assert pulled(address, tmp_path / "pulled") == checksums(tmp_path / "out")
     assert check_shards(tmp_path / "pulled", full=True) == []
-    assert not {"candidates", "sent", LOCK} & set(Folder(address).names())
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert not {"candidates", "sent", LOCK} & set(place.names())
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
     assert prepare(config) == manifest
-    before = Folder(address).modified("train-00001.arrow")
-    Folder(address).delete("train-00000.arrow")
+    before = place.modified("train-00001.arrow")
+    place.delete("train-00000.arrow")
     prepare(config)
     assert pulled(address, tmp_path / "mended") == checksums(tmp_path / "out")
-    assert Folder(address).modified("train-00001.arrow") == before, "only what is lost is made again"
-    there = Folder(address).sizes()
+    assert place.modified("train-00001.arrow") == before, "only what is lost is made again"
+    sizes = place.sizes()
     with pytest.raises(ConfigError, match=all_of("seed", "here 1", "there 0")):
         prepare(config.model_copy(update={"seed": 1}))
-    assert Folder(address).sizes() == there
+    assert place.sizes() == sizes
 
 
 def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, bucket, tmp_path, local):
     """As after kills: some units are whole, one lost a file, one has no sidecar."""
-    address = bucket("stopped")
-    config = config_of(corpus, address, tmp_path / "cache")
+    place = Folder(bucket("stopped"))
+    config = config_of(corpus, place.url, tmp_path / "cache")
     with pytest.raises(ShardError, match="max_error_rate"):
         prepare(config.model_copy(update={"max_error_rate": 0.0}))
-    there = Folder(address).sizes()
-    assert not Folder(address).is_whole()
-    assert "manifest.json" not in there
-    kept = "train-00000.arrow"
-    Folder(address).delete("units/00001.json")
-    Folder(address).put("train-00002.arrow", b"cut off")
-    Folder(address).delete("candidates/keys/00003.arrow")
-    before = Folder(address).modified(kept)
+    assert not place.is_whole()
+    assert "manifest.json" not in place.sizes()
+    place.delete("units/00001.json")
+    place.put("train-00002.arrow", b"cut off")
+    place.delete("candidates/keys/00003.arrow")
+    before = place.modified("train-00000.arrow")
     prepare(config)
-    assert pulled(address, tmp_path / "pulled") == local
-    assert Folder(address).modified(kept) == before
+    assert pulled(place.url, tmp_path / "pulled") == local
+    assert place.modified("train-00000.arrow") == before
 
 
 def test_foreign_files_another_command_and_a_cache_that_cannot_be_written_are_refused(corpus, bucket, tmp_path):
-    address = bucket("refused")
-    Folder(address).put("mine.txt", b"mine")
+    place = Folder(bucket("refused"))
+    place.put("mine.txt", b"mine")
     with pytest.raises(ConfigError, match=all_of("`prepare`", "files")):
-        prepare(config_of(corpus, address, tmp_path / "cache"))
-    assert Folder(address).names() == ["mine.txt"]
+        prepare(config_of(corpus, place.url, tmp_path / "cache"))
+    assert place.names() == ["mine.txt"]
     with pytest.raises(ConfigError, match=all_of("cache = /proc/nothing", "No such file", "folder")):
         prepare(config_of(corpus, bucket("uncached"), "/proc/nothing"))
-    address = bucket("twice")
-    with StoreLock(Folder(address), lambda: None):
-        there = Folder(address).names()
+    place = Folder(bucket("twice"))
+    with StoreLock(place, lambda: None):
+        names = place.names()
         with pytest.raises(RunLockedError, match=all_of("another command", "host", "pid")):
-            prepare(config_of(corpus, address, tmp_path / "cache"))
-        assert Folder(address).names() == there
+            prepare(config_of(corpus, place.url, tmp_path / "cache"))
+        assert place.names() == names
 
 
 def test_a_plan_and_a_corpus_of_which_nothing_is_kept_leave_nothing(corpus, bucket, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n')
-    address = bucket("nothing")
-    with pytest.raises(ConfigError, match="none of 1 documents"):
-        prepare(config_of(tmp_path / "a.jsonl", address, tmp_path / "cache"))
-    assert plan_ahead(config_of(corpus, address, tmp_path / "cache")).documents > 0
-    assert Folder(address).sizes() == {}
-    assert LOCK not in Folder(address).names()
+    short = preparing.write_jsonl(tmp_path / "a.jsonl", {"text": "too short"}, {"text": ""})
+    for output, place in ((tmp_path / "out", None), (bucket("nothing"), Folder(bucket("nothing")))):
+        with pytest.raises(ConfigError, match=all_of("none of 2 documents", "the longest", "64")):
+            prepare(config_of(short, output, tmp_path / "cache"))
+        assert plan_ahead(config_of(corpus, output, tmp_path / "cache")).documents > 0
+        assert place is None or (place.sizes(), place.names()) == ({}, [])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -130,17 +129,18 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
 ):
     """Before any work, while units are written, and while units without copies are written."""
     with faulty_store() as (address, faults):
-        config = config_of(corpus, address("out"), tmp_path / "cache", storage_retry_seconds=1)
+        place = Folder(address("out"))
+        config = config_of(corpus, place.url, tmp_path / "cache", storage_retry_seconds=1)
         faults.refuse(status, code, methods=("PUT", "POST"), after=after)
         with pytest.raises((ShardError, ConfigError)) as caught:
             prepare(config)
         says(caught.value, *words)
-        assert not Folder(address("out")).is_whole()
-        before = [name for name in Folder(address("out")).names() if name.endswith(".arrow")]
+        assert not place.is_whole()
+        names = place.names()
         faults.clear()
         if not after:
-            assert Folder(address("out")).sizes() == {}
+            assert place.sizes() == {}
             return
         prepare(config)
-        assert set(before) <= set(Folder(address("out")).names())
-        assert pulled(address("out"), tmp_path / "pulled") == local
+        assert {name for name in names if name.endswith(".arrow")} <= set(place.names())
+        assert pulled(place.url, tmp_path / "pulled") == local
