@@ -26,21 +26,19 @@ TEXTS = ["some words", "others", "some words and others"]
 
 def drawn(counts, size=6, seed=0):
     """Embeddings of documents with these numbers of spans, around a point of each document."""
-    rng = np.random.default_rng(seed)
-    owners = np.repeat(np.arange(len(counts)), counts)
+    rng, owners = np.random.default_rng(seed), np.repeat(np.arange(len(counts)), counts)
     return rng.normal(size=(len(counts), size))[owners] + rng.normal(size=(len(owners), size)), owners
 
 
 def plain(embeddings, owners, power, shrinkage):
     """The definition, document by document."""
     unit = [row / np.sqrt(row @ row) for row in embeddings]
-    size = len(unit[0])
-    scatter, degrees = np.zeros((size, size)), 0
+    size, scatter, degrees = len(unit[0]), 0, 0
     for document in set(owners.tolist()):
-        mine = [row for row, owner in zip(unit, owners, strict=True) if owner == document]
-        center = sum(mine) / len(mine)
-        scatter += sum(np.outer(row - center, row - center) for row in mine)
-        degrees += len(mine) - 1
+        rows = [row for row, owner in zip(unit, owners, strict=True) if owner == document]
+        center = sum(rows) / len(rows)
+        scatter = scatter + sum(np.outer(row - center, row - center) for row in rows)
+        degrees += len(rows) - 1
     covariance = scatter / degrees
     covariance = (covariance / (np.trace(covariance) / size) + shrinkage * np.eye(size)) / (1 + shrinkage)
     values, vectors = np.linalg.eigh(covariance)
@@ -54,10 +52,9 @@ def test_whitening_of_any_number_of_blocks_equals_a_plain_writing(blocks, power,
     monkeypatch.setattr("declutr.adaptation.candidates.SHRINKAGE", shrinkage)
     counts = [4, 2, 1, 3, 4, 4, 2, 5, 1, 4]
     embeddings, owners = drawn(counts)
-    parts = np.array_split(np.arange(len(counts)), blocks)
-    sums = [WithinSums.of(embeddings[mine], owners[mine]) for part in parts for mine in [np.isin(owners, part)]]
-    found = whitening(sum(sums[1:], sums[0]))
-    assert np.abs(found - plain(embeddings, owners, power, shrinkage)).max() < 1e-10
+    blocks = [np.isin(owners, part) for part in np.array_split(np.arange(len(counts)), blocks)]
+    first, *others = [WithinSums.of(embeddings[block], owners[block]) for block in blocks]
+    assert np.abs(whitening(sum(others, first)) - plain(embeddings, owners, power, shrinkage)).max() < 1e-10
 
 
 def test_whitening_from_fewer_documents_than_dimensions_is_finite():
@@ -84,8 +81,7 @@ def test_passages_are_spread_over_the_document_and_do_not_overlap():
     rows, owners = passage_ids(table, 10, VOCABULARY)
     assert owners.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     tokens = table["tokens"].to_pylist()
-    starts = [0, 12, 0, 24, 60, 84, 0, 12, 24]
-    for row, owner, start in zip(rows, owners, starts, strict=True):
+    for row, owner, start in zip(rows, owners, [0, 12, 0, 24, 60, 84, 0, 12, 24], strict=True):
         assert row == [VOCABULARY.bos, *tokens[owner][start : start + 10], VOCABULARY.eos]
 
 
@@ -93,10 +89,9 @@ def test_passages_are_spread_over_the_document_and_do_not_overlap():
 def start(tmp_path_factory):
     """A folder of shards, and an encoder with a dense layer of its own made for them."""
     root = tmp_path_factory.mktemp("start")
-    data = shards(root / "data")
+    data, folder = shards(root / "data"), root / "encoder"
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     encoder = build_encoder(config_of(data, "unused"), tokenizer).eval()
-    folder = root / "encoder"
     folder.mkdir()
     write_encoder(encoder, tokenizer, folder)
     torch.manual_seed(1)
@@ -107,23 +102,18 @@ def start(tmp_path_factory):
 
 
 def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path):
-    folder, _ = start
-    encoder = load_encoder(str(folder))
-    sums = WithinSums.of(*drawn([3] * 9, size=5))
+    encoder, sums = load_encoder(str(start[0])), WithinSums.of(*drawn([3] * 9, size=5))
     (tmp_path / "white").mkdir()
     write_whitened(encoder, sums, tmp_path / "white")
-    before = encoder.encode(TEXTS).astype(np.float64)
-    expected = before @ whitening(sums)
+    expected = encoder.encode(TEXTS).astype(np.float64) @ whitening(sums)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     ours = load_encoder(str(tmp_path / "white"))
-    assert ours.max_tokens == 8
-    assert np.abs(ours.encode(TEXTS) - expected).max() < 1e-5
     theirs = SentenceTransformer(str(tmp_path / "white"), device="cpu")
-    assert theirs.max_seq_length == 8
-    assert np.abs(theirs.encode(TEXTS) - expected).max() < 1e-5
-    assert [type(module).__name__ for module in theirs] == [
-        "Transformer", "Pooling", "Normalize", "Dense", "Normalize", "Dense", "Normalize"
-    ]  # fmt: skip
+    assert (ours.max_tokens, theirs.max_seq_length) == (8, 8)
+    for loaded in (ours, theirs):
+        assert np.abs(loaded.encode(TEXTS) - expected).max() < 1e-5
+    kinds = "Transformer Pooling Normalize Dense Normalize Dense Normalize"
+    assert " ".join(type(module).__name__ for module in theirs) == kinds
 
 
 def test_sums_are_those_of_every_training_document_once(start, monkeypatch):
@@ -133,7 +123,6 @@ def test_sums_are_those_of_every_training_document_once(start, monkeypatch):
     sums = within_sums(encoder, data)
     table = ShardSet(data, "train").take(np.arange(57))  # all of them, in one block
     vocabulary = vocabulary_of(encoder.tokenizer)
-    room = encoder.max_tokens - vocabulary.num_specials
-    rows, owners = passage_ids(table, room, vocabulary)
+    rows, owners = passage_ids(table, encoder.max_tokens - vocabulary.num_specials, vocabulary)
     assert (sums.documents, sums.spans) == (57, len(rows))
     assert np.abs(sums.scatter - WithinSums.of(encoder.embed_ids(rows), owners).scatter).max() < 1e-9

@@ -6,26 +6,13 @@ from serving import Handler, serving
 
 
 class Clouds:
-    """What the servers say.
-
-    Attributes:
-        action: body of AWS's answer; None: 404, as while no notice exists.
-        preempted: body of GCP's answer.
-        once: withdraw a notice after one host has read it.
-        tokens: number of tokens given out.
-        token: body of the answer with a token, in place of a valid one.
-        asked: paths that were asked for.
-        host: address of the server.
-    """
-
     def __init__(self):
-        self.action = None
-        self.preempted = b"FALSE"
-        self.once = False
-        self.tokens = 0
-        self.token = None
-        self.asked = []
-        self.host = ""
+        self.action = None  # body of AWS's answer; None: 404, as while no notice exists
+        self.preempted = b"FALSE"  # body of GCP's answer
+        self.once = False  # withdraw a notice after one host has read it
+        self.tokens = 0  # number of tokens given out
+        self.token = None  # body of the answer with a token, in place of a valid one
+        self.asked = []  # paths
 
 
 @contextmanager
@@ -43,19 +30,15 @@ def metadata_server():
         def do_GET(self):
             clouds.asked.append(self.path)
             if self.path == "/computeMetadata/v1/instance/preempted":
-                return self.answer(200, clouds.preempted) if self.google() else self.answer(403)
+                google = self.headers.get("Metadata-Flavor") == "Google"
+                return self.answer(200, clouds.preempted) if google else self.answer(403)
             tokens = [f"token-{number}" for number in range(1, clouds.tokens + 1)]
             if self.headers.get("X-aws-ec2-metadata-token") not in tokens:
                 return self.answer(401)
             if self.path != "/latest/meta-data/spot/instance-action" or clouds.action is None:
                 return self.answer(404, b"<?xml version='1.0'?><html/>")
-            body = clouds.action
-            if clouds.once:
-                clouds.action = None
+            body, clouds.action = clouds.action, None if clouds.once else clouds.action
             return self.answer(200, body)
-
-        def google(self):
-            return self.headers.get("Metadata-Flavor") == "Google"
 
     with serving(Metadata) as clouds.host:
         yield clouds
