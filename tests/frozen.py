@@ -1,8 +1,8 @@
 """Compares what this checkout computes with what another commit computes on this machine: `make frozen`.
 
 Weights, shards, scores and adaptations depend on the processor, so that they cannot be stored. Both checkouts run the
-same commands in processes of their own; this file imports neither. It also continues, reads and searches here what the
-other commit has written. What does not depend on the processor is in `test_frozen.py`.
+same commands in processes of their own. This one also continues, reads and searches what the other has written. What
+does not depend on the processor is in `test_frozen.py`.
 
     python tests/frozen.py [--commit cb156041] [--folder build/frozen] [--only NAME ...]
 
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().with_name("support")))
 from mediafiles import spread
@@ -39,8 +40,6 @@ STEPS, KILLED = 12, 6
 
 def write_inputs(folder):
     """Everything that the commands read: texts, pairs, pictures, judged queries, an encoder."""
-    from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
-
     folder.mkdir(parents=True)
     write_corpus(folder / "documents.jsonl")
     write_texts(folder)
@@ -60,11 +59,7 @@ def write_inputs(folder):
 
 
 def digest(*paths):
-    """SHA-256 of files, in order."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(Path(path).read_bytes())
-    return total.hexdigest()[:16]
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def numbers(value):
@@ -103,13 +98,11 @@ class Checkout:
         return done.stdout
 
     def configured(self, command, name, values):
-        """Runs `prepare` or `train` with a configuration."""
         path = self.folder / f"{name}-{command}.yaml"
         path.write_text(yaml.safe_dump({command: values}))
         return self.run(command, path)
 
     def prepare(self, name, source, content=None, tokenizer=None, **changes):
-        """Digest of all shards of a corpus."""
         values = {"output": str(self.folder / name), "corpus": {"kind": "files", "paths": [str(s) for s in source]}}
         values |= {"validation_fraction": 0.2, "unit_mib": 4, "session": {"num_cpus": 2}, **changes}
         if tokenizer != "none":
@@ -122,7 +115,6 @@ class Checkout:
         return digest(*shards)
 
     def train_values(self, name, data, objective, workers=1, **changes):
-        """A run of 12 steps with a checkpoint every three."""
         values = {"run": str(self.folder / name), "data": str(self.folder / data), "steps": STEPS, "batch_documents": 8}
         values |= {"encoder": {"from_config": FROM_CONFIG, "dropout": 0.1}, "optim": {"lr": 0.001}}
         values |= {"objective": objective, "checkpoint": {"every_steps": 3, "keep_last": 9}}
@@ -151,26 +143,20 @@ class Checkout:
 
 
 def cut(run):
-    """Deletes the checkpoints after that of the kill."""
     for later in sorted((run / "checkpoints").glob("step-*")):
         if int(later.name[5:]) > KILLED:
             shutil.rmtree(later)
 
 
 DECLUTR = {"kind": "declutr"}
-RUNS = {
-    "declutr": ("documents", DECLUTR),
-    "simcse": ("sentences", SIMCSE),
-    "supervised": ("pairs", SIMCSE | {"supervised": True}),
-    "scd": ("sentences", SCD),
-    "scl": ("pairs", SCL),
+RUNS = {  # data and objective of each kind of run
+    "declutr": ("documents", DECLUTR), "simcse": ("sentences", SIMCSE),
+    "supervised": ("pairs", SIMCSE | {"supervised": True}), "scd": ("sentences", SCD), "scl": ("pairs", SCL),
     "image": ("sentences", SIMCSE),
-}
-"""Data and objective of each kind of run."""
+}  # fmt: skip
 
 
 def compute(checkout):
-    """All results of a checkout by name."""
     inputs, folder = checkout.inputs, checkout.folder
     shards = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
     short = {"unit_mib": 0.05, "geometry": {"num_anchors": 2, "max_tokens": 16}}
@@ -187,9 +173,11 @@ def compute(checkout):
             yield f"weights {name}, {workers} workers", train
     yield "weights declutr, killed at step 6", partial(checkout.train_killed, "declutr-killed", *RUNS["declutr"], 2)
 
+    export = folder / "declutr-1" / "export"
+
     def embedded():
         vectors, options = folder / "vectors.npy", ("--precision", "fp32")
-        checkout.run("embed", folder / "declutr-1" / "export", inputs / "queries.jsonl", "--output", vectors, *options)
+        checkout.run("embed", export, inputs / "queries.jsonl", "--output", vectors, *options)
         checkout.run("index", vectors, "--output", folder / "index", "--hybrid")
         return digest(vectors), searched(checkout, folder / "index")
 
@@ -197,7 +185,7 @@ def compute(checkout):
 
     def evaluated(*arguments):
         output = folder / f"scores-{arguments[0].strip('-')}"
-        checkout.run("evaluate", folder / "declutr-1" / "export", *arguments, "--output", output)
+        checkout.run("evaluate", export, *arguments, "--output", output)
         return numbers([json.loads(path.read_text()) for path in sorted(output.rglob("*.json"))])
 
     def pairs():
@@ -265,7 +253,6 @@ def read_again(other, here):
 
 
 def main():
-    """Computes in both checkouts, result by result, and compares."""
     parser = argparse.ArgumentParser(prog="make frozen", description=__doc__)
     parser.add_argument("--commit", default="cb156041", help="the other commit")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "frozen")
@@ -293,7 +280,6 @@ def main():
 
 
 def compare(name, result, expected):
-    """Prints whether a result is the expected one; 1 if it is not."""
     began, value = time.monotonic(), result()
     equal = json.dumps(value, default=str) == json.dumps(expected, default=str)
     text = value if len(str(value)) < 60 else hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]

@@ -19,7 +19,6 @@ BARE = {
 
 
 def bound_names(tree):
-    """Each name that a file binds, and its line."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
@@ -31,7 +30,6 @@ def bound_names(tree):
 
 
 def bare_names(path):
-    """Places of the bare names of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     return [f"{path}:{line}: {name}" for name, line in bound_names(tree) if name.strip("_") in BARE]
 

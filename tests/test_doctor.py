@@ -74,12 +74,9 @@ def test_needs_of_a_run_are_those_of_its_encoder_and_checkpoints(tmp_path):
     assert needs.checkpoint_bytes == 12 * needs.parameters
     assert needs.memory_mib == 3 * (16 * needs.parameters >> 20)  # weights, gradients, moments
     milestones = {"checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4}}
-    for changes, number in (
-        ({"checkpoint": {"keep_last": 2}}, 3),
-        (milestones | {"steps": 19}, 2 + 4 + 1),
-        (milestones | {"steps": None, "epochs": 12}, 2 + 12 * 12 // 8 // 4 + 1),
-        (milestones | {"steps": 19, "validation": {"every_steps": 2}}, 2 + 4 + 1 + 1),
-    ):
+    steps, epochs = milestones | {"steps": 19}, milestones | {"steps": None, "epochs": 12}
+    best, last = steps | {"validation": {"every_steps": 2}}, {"checkpoint": {"keep_last": 2}}
+    for changes, number in ((last, 3), (steps, 2 + 4 + 1), (epochs, 2 + 12 * 12 // 8 // 4 + 1), (best, 2 + 4 + 1 + 1)):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes)
         needs = doctor.needs_of(dataclasses.replace(run, config=config), 1)
         assert needs.disk_bytes == needs.checkpoint_bytes * number
@@ -103,10 +100,15 @@ def test_needs_count_the_tasks_of_a_run(tmp_path):
     assert turns.checkpoint_bytes == joint.checkpoint_bytes + 8 * alone
 
 
-def test_a_folder_or_address_that_works_is_ok(tmp_path):
+def test_a_folder_or_address_that_works_is_ok_and_one_that_does_not_or_holds_a_secret_fails(tmp_path):
     for place, count in ((str(tmp_path), 4), (f"file://{tmp_path}", 1)):
         assert [finding.status for finding in doctor.check_folder(place, 1000)] == ["ok"] * count
         assert list(tmp_path.iterdir()) == []
+    places = {"$UNKNOWN_HERE/run": "UNKNOWN_HERE", "nothing://x/run": "nothing", "s3://key:secret@x/y": "credentials"}
+    for place, reason in places.items():
+        (finding,) = doctor.check_folder(place, 0)
+        assert finding.status == "FAIL"
+        says(finding.value, reason)
 
 
 def test_a_disk_that_is_full_or_read_only_fails(tmp_path):
@@ -120,14 +122,6 @@ def test_a_disk_that_is_full_or_read_only_fails(tmp_path):
     says(space.limit, "3.35 GiB", "checkpoints")
     says(full.value, "No space left")
     says(finding.value, "Read-only file system")
-
-
-def test_a_place_that_does_not_exist_or_holds_a_secret_fails():
-    places = {"$UNKNOWN_HERE/run": "UNKNOWN_HERE", "nothing://x/run": "nothing", "s3://key:secret@x/y": "credentials"}
-    for place, reason in places.items():
-        (finding,) = doctor.check_folder(place, 0)
-        assert finding.status == "FAIL"
-        says(finding.value, reason)
 
 
 def test_a_torn_rename_and_a_lock_for_two_fail(tmp_path, monkeypatch):
@@ -207,7 +201,6 @@ def test_ports_open_to_others_are_named(ports, public, guarded, status):
 
 @pytest.mark.parametrize(("option", "kind"), [("", "dashboard"), ("--host=127.0.0.1", "metrics")])
 def test_a_real_port_is_seen_with_its_process(option, kind):
-    """A process that looks like Ray's dashboard, listening to all."""
     code = "import socket,sys; s=socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", code, "ray/dashboard/dashboard.py", option]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

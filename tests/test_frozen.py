@@ -36,7 +36,6 @@ SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_t
 
 
 def digest(*arrays):
-    """SHA-256 of arrays with their types and shapes, shortened."""
     total = hashlib.sha256()
     for array in map(np.asarray, arrays):
         total.update(f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes())
@@ -80,7 +79,6 @@ def test_draws_are_those_of_earlier_versions(part):
 
 
 def own_tokenizer(texts, folder):
-    """A byte-level tokenizer of these texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIAL.values()], show_progress=False)

@@ -171,10 +171,9 @@ def test_choices_of_options_are_those_of_the_settings():
     assert get_args(Target) == TARGETS
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder in which a wheel of the checkout is installed, without what it needs."""
-    checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("site")
+@pytest.mark.slow
+def test_wheel_has_every_file_of_the_packages_and_runs_its_commands_outside_of_the_checkout(tmp_path):
+    checkout, folder = tmp_path / "checkout", tmp_path / "site"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, tracked.split("\0")):
         if name.split("/")[0] not in ("tests", "benchmarks", "docs"):
@@ -182,26 +181,18 @@ def installed(tmp_path_factory):
             shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
     quiet = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
     subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", folder, checkout], check=True)
-    return folder
-
-
-@pytest.mark.slow
-def test_wheel_has_every_file_of_the_packages(installed):
-    assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
+    assert {path.name for path in folder.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
 
     def files(package):
         return {path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
     for package in (ROOT / "src" / "declutr").iterdir():
         if package.is_dir() and package.name != "__pycache__":
-            assert files(installed / "declutr" / package.name) == files(package)
-
-
-def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
-    code = "import declutr.cli.main as m; print(m.__file__); m.main()"
+            assert files(folder / "declutr" / package.name) == files(package)
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); "
+    code += "import declutr.cli.main as m; print(m.__file__); m.main()"
     for arguments in (["--help"], ["train", "configs/cpu-small.yaml", "--print-config"]):
-        path = f"import sys; sys.path.insert(0, {str(installed)!r}); "
-        assert run_python("-c", path + code, *arguments, folder=tmp_path).stdout.startswith(str(installed))
+        assert run_python("-c", code, *arguments, folder=tmp_path).stdout.startswith(str(folder))
 
 
 @pytest.mark.parametrize("package", ["pipeline", "trainer"])

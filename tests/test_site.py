@@ -31,7 +31,6 @@ QUESTIONS = ["config", "long", "memory", "better", "dropped", "resume", "Python"
 
 
 def prose(path):
-    """Lines of a page without its code."""
     lines = FENCE.sub("", path.read_text()).splitlines()
     return [line for line in lines if not line.startswith("    ") or line.lstrip()[:2] == "- "]
 
@@ -127,7 +126,6 @@ def test_picture_of_the_readme_shows_the_file_of_results():
 
 
 def reading_list(title):
-    """The numbered files of a section, and the others that it names."""
     text = (DOCS / "why/architecture.md").read_text().split(f"\n### {title}\n")[1].split("\n#")[0]
     numbered = re.findall(r"^\d+\. `(.+?)`: \w", text, re.MULTILINE)
     return numbered, set(re.findall(r"`([\w/]+\.py)`", text)) - set(numbered)

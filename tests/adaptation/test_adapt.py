@@ -75,33 +75,29 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     settings = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
     config = load_config(settings, "adapt", AdaptConfig).located()
     builder = CandidateBuilder(config, output / "data", output / "candidates")
-    candidates, test = {name: load_transformer(str(builder.place(name))) for name in ORDER}, judged_set(config, output)
+    candidates = {name: load_transformer(str(builder.place(name))) for name in ORDER}
+    splits = held_out_documents(config.prepare_config(output / "data").corpus, output / "data", config.seed)
+    development, test = (set(splits[name]) for name in ("development", "test"))
+    assert min(len(development), len(test)) >= 100
+    assert not development & test, "the test documents chose none"
+    shards = ShardSet(output / "data", "held-out")
+    held_out = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
+    assert {document_id(normalise(text).encode()) for text in development | test} <= held_out, "trained on"
+    start = load_transformer(config.encoder)
+    test = adaptation_scores.TestSet(make_passages(splits["test"], start.tokenizer, document_prompt(start)), None)
     for name, candidate in candidates.items():
         assert np.nanmean(test.encoder(candidate)["distant"]) == pytest.approx(scores[name], abs=1e-6), name
         assert (candidate.max_tokens, candidate.prompts) == (80, PROMPTS)  # an export of a training has neither
         for loaded in (candidate, SentenceTransformer(str(builder.place(name)), device="cpu")):
             assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
     with opened(config, output) as state:
-        job = _Adaptation(config, output, None, state, load_transformer(config.encoder), None)
+        job = _Adaptation(config, output, None, state, start, None)
         for outcome in ("better", "worse"):
             verdict = dataclasses.replace(result.verdict, outcome=outcome)
             job._finish(verdict, TRAINED, candidates[TRAINED], list(result.rows), 1, [])
             if outcome == "better":
                 assert load_transformer(str(output / "encoder")).fingerprint == candidates[TRAINED].fingerprint
     assert not (output / "encoder").exists(), "a worse one is not kept"
-
-
-def judged_set(config, output):
-    """The test documents: none of those that chose, and none that was trained on."""
-    splits = held_out_documents(config.prepare_config(output / "data").corpus, output / "data", config.seed)
-    development, test = (set(splits[name]) for name in ("development", "test"))
-    assert min(len(development), len(test)) >= 100
-    assert not development & test
-    shards = ShardSet(output / "data", "held-out")
-    held_out = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
-    assert {document_id(normalise(text).encode()) for text in development | test} <= held_out
-    start = load_transformer(config.encoder)
-    return adaptation_scores.TestSet(make_passages(splits["test"], start.tokenizer, document_prompt(start)), None)
 
 
 def strict_json(path):

@@ -27,7 +27,6 @@ def remove(path):
 
 
 def contents(folder):
-    """Bytes of each file below a folder, and targets of links, by name."""
     return {
         path.relative_to(folder).as_posix(): path.readlink() if path.is_symlink() else path.read_bytes()
         for path in folder.rglob("*")

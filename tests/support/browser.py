@@ -18,7 +18,8 @@ class Browser:
 
     def open(self, page, width=1200, height=900, dark=False):
         """Loads a file or address in a window whose inside is that many CSS pixels wide; forgets earlier messages."""
-        self.resize(width, height)
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # also below a desktop's 500 pixels
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         self.driver.get("about:blank")
@@ -26,13 +27,7 @@ class Browser:
         self.requests()
         self.driver.get(page if isinstance(page, str) else page.absolute().as_uri())
 
-    def resize(self, width, height=900):
-        """Sets the size of the page's window, also below the 500 pixels that a window of the desktop has at least."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
     def run(self, script, *arguments):
-        """What a script in the page returns. Selenium runs it whatever the page's own policy forbids."""
         return self.driver.execute_script(script, *arguments)
 
     def messages(self):
@@ -49,7 +44,6 @@ class Browser:
         return int(self.run("return document.scrollingElement.scrollWidth - document.documentElement.clientWidth"))
 
     def boxes(self, selector):
-        """Width and height of each element that a selector finds, as laid out."""
         boxes = "[...document.querySelectorAll(arguments[0])].map(element => element.getBoundingClientRect())"
         return [*map(tuple, self.run(f"return {boxes}.map(box => [box.width, box.height])", selector))]
 

@@ -34,8 +34,6 @@ _SPANS = SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12)
 
 @dataclass(frozen=True)
 class Source:
-    """An objective and its rows of shards."""
-
     config: ObjectiveConfig
     rows: pa.Table
     mode: Any = "drop"  # for short documents
@@ -159,12 +157,10 @@ def train_steps_of(
 
 
 def collator_of(task, vocabulary=VOCABULARY):
-    """The collator of a task; spans of documents end at 10 tokens, texts at 30."""
     return task.objective.collator(vocabulary, 10 if isinstance(task.objective, Declutr) else 30)
 
 
 def rows_of(task, source, start, end, epoch):
-    """Rows of a source as the task's collator gets them."""
     epochs, fetch = np.full(end - start, epoch), getattr(collator_of(task, source.vocabulary), "fetch", None)
     return fetched(Rows(source.rows), np.arange(start, end), epochs, fetch)
 

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import tarfile
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,12 +16,8 @@ from processes import run_python
 from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document, FilesCorpus
 
-COMPRESSORS = {
-    "gz": gzip.compress,
-    "xz": lzma.compress,
-    "bz2": bz2.compress,
-    "zst": lambda data: pa.compress(data, "zstd", asbytes=True),
-}
+COMPRESSORS = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+COMPRESSORS["zst"] = partial(pa.compress, codec="zstd", asbytes=True)
 
 
 def tar(members, *, format=tarfile.GNU_FORMAT):
@@ -70,7 +67,6 @@ def read_all(corpus, unit_mib=64.0):
 
 
 def outcomes(records):
-    """(source, text or reason) of each record."""
     return [(r.source, r.text if isinstance(r, Document) else r.reason) for r in records]
 
 

@@ -9,12 +9,12 @@ POOLING, DENSE, SENTENCES = "1_Pooling/config.json", "2_Dense/config.json", "con
 BERT, WEIGHTS = "sentence_bert_config.json", "2_Dense/model.safetensors"
 
 
-def keys(file, **values):
-    def change(folder):
-        before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-        write(folder / file, before | values)
+def _settings(path):
+    return json.loads(path.read_text()) if path.exists() else {}
 
-    return change
+
+def keys(file, **values):
+    return lambda folder: write(folder / file, _settings(folder / file) | values)
 
 
 def text(name, content):

@@ -20,10 +20,6 @@ PADDED = {
 # Approximate attention, Fourier transforms, convolutions and pooling over a row: padding changes what they compute.
 REFUSED = {"nystromformer": _PLAIN, "fnet": _PLAIN, "convbert": {**_PLAIN, "embedding_size": 8}, "yoso": _PLAIN}
 # Nothing of these is a masked language model of an encoder.
-OTHERS = {
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
-    "qwen2": _SHAPE,
-    "bart": {"d_model": 16},
-    "t5": {"d_model": 16},
-}
+_GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+OTHERS = {"gpt2": _GPT, "qwen2": _SHAPE, "bart": {"d_model": 16}, "t5": {"d_model": 16}}
 TRAINED = PACKED | PADDED

@@ -1,20 +1,15 @@
 """A file server over real HTTP on this machine that can break off."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 from serving import Handler, serving
 
 
-class Served:
-    def __init__(self, files):
-        self.files = dict(files)  # by path (without the leading slash); may be changed while the server runs
-        self.break_after = []  # connections still to be broken, with the number of bytes each gets
-        self.requests = []  # paths
-
-
 @contextmanager
 def file_server(files):
-    served = Served(files)
+    """Serves `files` by path, which may change meanwhile; the next connections break after `break_after` bytes."""
+    served = SimpleNamespace(files=dict(files), break_after=[], requests=[])
 
     class Files(Handler):
         def do_GET(self):

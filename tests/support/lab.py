@@ -63,7 +63,6 @@ Subsystem sftp internal-sftp
 
 
 def missing():
-    """Reason why such hosts cannot be made here; None if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "namespaces and an SSH server need root on Linux"
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
@@ -76,7 +75,6 @@ def missing():
 
 
 def _child(pid):
-    """The only child of a process; None if it has none yet."""
     with suppress(FileNotFoundError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     return None
@@ -117,7 +115,6 @@ class Host:
         return subprocess.run(self.command(*command, **options), **streams, timeout=timeout, check=False)
 
     def may_connect(self, key):
-        """Give it the key that every host admits."""
         (self.home / ".ssh" / "id_ed25519").write_bytes(key.read_bytes())
         (self.home / ".ssh" / "id_ed25519").chmod(0o600)
 

@@ -19,7 +19,6 @@ STEPS = 6
 
 
 def shards(folder):
-    """Shards with a tokenizer beside them."""
     write(folder, vocab_size=261)
     tokenizer = train_tokenizer(["some words and others"] * 20, 300)
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -34,7 +33,6 @@ def config_of(data, run, **changes):
 
 
 def save(config, run, step=STEPS, seed=0):
-    """A checkpoint with weights of that seed, as the run would leave it."""
     tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
     encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
     objective = Declutr(config.objective, config.main.context("drop"), encoder.embedding_size)

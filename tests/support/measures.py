@@ -5,7 +5,8 @@ import numpy as np
 
 def deviation(actual, expected):
     """Largest difference, relative to the largest expected entry of all: an exact 0 has no relative error."""
-    pairs = [(_array(a), _array(e)) for a, e in zip(actual, expected, strict=True)]
+    pairs = [[np.asarray(part.detach().cpu() if hasattr(part, "detach") else part, np.float64) for part in pair]
+             for pair in zip(actual, expected, strict=True)]  # fmt: skip
     for a, e in pairs:
         assert a.shape == e.shape, (a.shape, e.shape)
         assert np.isfinite(a).all(), "not finite"
@@ -18,7 +19,3 @@ def apart(actual, expected):
     assert actual.keys() == expected.keys()
     kinds = [[name for name in expected if name.startswith("objective.") == own] for own in (True, False)]
     return max(deviation([actual[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
-
-
-def _array(value):
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, np.float64)

@@ -15,7 +15,6 @@ RED = (200, 30, 40)
 
 
 def picture(number=0, size=(40, 30)):
-    """An RGB image whose pixels follow from its number."""
     width, height = size
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
@@ -43,7 +42,6 @@ def animated(format="GIF"):
 
 
 def claimed_png(width, height):
-    """A PNG of 100 bytes whose header claims a size."""
     data = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", data), (b"IDAT", zlib.compress(b"\0" * 64)), (b"IEND", b"")]
     sizes = [(struct.pack(">I", len(d)), kind + d, struct.pack(">I", zlib.crc32(kind + d))) for kind, d in chunks]
@@ -51,7 +49,6 @@ def claimed_png(width, height):
 
 
 def tone(seconds=0.5, rate=16_000, number=0, channels=1):
-    """`(num_samples, channels)` of two sines and some noise."""
     at = np.arange(int(seconds * rate)) / rate
     sound = 0.3 * np.sin(2 * np.pi * (220 + 40 * number) * at) + 0.1 * np.sin(2 * np.pi * 1234 * at)
     return (sound + np.random.default_rng(number).normal(0, 0.01, len(at)))[:, None] * np.ones((1, channels))
@@ -64,7 +61,6 @@ def sound(samples, rate=16_000, format="WAV", subtype=None):
 
 
 def claimed_wav(seconds, rate=16_000):
-    """A WAV of half a second whose header claims more."""
     data, size = sound(tone(0.5, rate), rate), seconds * rate * 2
     return data[:4] + struct.pack("<I", size + 36) + data[8:40] + struct.pack("<I", size) + data[44:]
 

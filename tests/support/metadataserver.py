@@ -1,23 +1,15 @@
 """The metadata servers of AWS (IMDSv2) and GCP over real HTTP on this machine."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 from serving import Handler, serving
 
 
-class Clouds:
-    def __init__(self):
-        self.action = None  # body of AWS's answer; None: 404, as while no notice exists
-        self.preempted = b"FALSE"  # body of GCP's answer
-        self.once = False  # withdraw a notice after one host has read it
-        self.tokens = 0  # number of tokens given out
-        self.token = None  # body of the answer with a token, in place of a valid one
-        self.asked = []  # paths
-
-
 @contextmanager
 def metadata_server():
-    clouds = Clouds()
+    """Yields AWS's `action` (None: 404), GCP's `preempted`, `once` for a notice to a single host, a bad `token`."""
+    clouds = SimpleNamespace(action=None, preempted=b"FALSE", once=False, tokens=0, token=None, asked=[])
 
     class Metadata(Handler):
         def do_PUT(self):

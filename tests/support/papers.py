@@ -44,7 +44,6 @@ def arguments(item, work, *more, checked=False):
 
 
 def changed(item, name, scale=(), **keys):
-    """Writes the item with other keys, and with other keys of its scale, beside it; returns the path."""
     values = yaml.safe_load(item.read_text()) | {"printed": {}} | keys
     if scale:
         values["scales"]["tiny"] |= scale

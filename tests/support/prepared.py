@@ -25,13 +25,9 @@ class Row:
 
 def write_prepared(folder, units, **settings):
     """Writes shards, ledgers, rejected documents, tokenizer and manifest; offsets are the places in each unit."""
-    values = {
-        "output": str(folder),
-        "corpus": {"kind": "files", "paths": ["a.jsonl"]},
-        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "geometry": {"num_anchors": 1, "max_tokens": 16},
-        "write_rejected": True,
-    }
+    values = {"output": str(folder), "corpus": {"kind": "files", "paths": ["a.jsonl"]}, "write_rejected": True}
+    values |= {"tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1}}
+    values |= {"geometry": {"num_anchors": 1, "max_tokens": 16}}
     config = PipelineConfig.model_validate(values | settings)
     trained = train_tokenizer((row.text for unit in units for row in unit if row.text), 400)
     trained.save_pretrained(str(folder / "tokenizer"))

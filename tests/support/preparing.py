@@ -31,7 +31,6 @@ def config_of(corpus, output, **changes):
 
 
 def checksums(folder):
-    """Checksums of all files below a folder, except for the log of how long it took."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
     return {str(path.relative_to(folder)): hash_file(path) for path in files}
 
@@ -68,7 +67,6 @@ def prepare_rows(folder, content, rows, texts=None, **settings):
 
 
 def prepare_media(folder, content, files):
-    """A folder of shards of these files, prepared without Ray; returns it and its manifest."""
     (folder / "out").mkdir(parents=True)
     return _prepared(folder, spread(folder / "in", files), None, content=content)
 
@@ -86,7 +84,6 @@ def rows_of(config):
 
 
 def write_jsonl(path, *rows):
-    """Writes objects, or lines given as bytes; returns the path."""
     lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
     path.write_bytes(b"\n".join(lines))
     return path

@@ -36,7 +36,6 @@ def image_rows(sizes, labels="abab", seed=0):
 
 
 def clip_rows(lengths, labels="xyx", seed=0, mels=MELS):
-    """Rows of random spectrograms with these numbers of frames."""
     rows = []
     for number, length in enumerate(lengths):
         rng = np.random.default_rng([seed, number])

@@ -81,7 +81,6 @@ class Faults:
 
 @contextmanager
 def faulty_store():
-    """Yields a function from a name in a bucket to its address, and the faults."""
     faults = Faults()
     with s3_server(faults.wrap) as address:
         yield address, faults

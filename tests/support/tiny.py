@@ -107,7 +107,6 @@ def tiny_collator(objective=None, spans=None, seed=0, mode="drop"):
 
 
 def declutr(config=None, num_anchors=2, num_positives=2, size=32):
-    """The objective over spans of this shape, for embeddings of this size."""
     spans = SpanConfig(num_anchors=num_anchors, num_positives=num_positives)
     return Declutr(config or DeclutrConfig(), RunContext(spans=spans), size)
 
@@ -117,7 +116,6 @@ def contrastive(objective, views):
 
 
 def rows_of(spans, num_rows):
-    """A batch of which only the numbers matter."""
     if not isinstance(spans, SpanBatch):
         spans = SpanBatch(*[torch.empty(0, dtype=torch.int64)] * 4)
     return RankBatch(spans, num_rows)
@@ -154,7 +152,6 @@ def run_out_of_memory(encoder, at, graph=True):
 
 
 def rank_batch(collator, table, start=0, end=None, epoch=0):
-    """Rows [start, end) of a global batch of all the rows."""
     end = len(table) if end is None else end
     return collator.collate(table.slice(start, end - start), np.full(end - start, epoch))
 

@@ -81,7 +81,6 @@ def train_config(data, run, **changes):
 
 
 def span_validator(config, encoder, vocabulary):
-    """The objective's validator of the held-out split, without a train_step."""
     import torch
 
     from declutr.pipeline.shards.shards import ShardSet
@@ -100,12 +99,10 @@ def finished_config(data, run, **changes):
 
 
 def state_of(step, **scores):
-    """What a checkpoint says of its run, where a test decides nothing but its step and scores."""
     return RunState(step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores=scores, files={})
 
 
 def commands_of(page):
-    """The arguments of every `declutr` of the indented code of a page."""
     lines = [line for line in page.splitlines() if line.startswith("    declutr ")]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
@@ -128,7 +125,6 @@ def run_command(module, config, *overrides, timeout=150):
 
 
 def resolved(config, folder=None):
-    """As `resolve`, without its checks and for a run in another folder."""
     return replace(RunPlan.of(config), config=config, folder=Path(folder or config.run))
 
 
@@ -164,7 +160,6 @@ def inode(path):
 
 
 def start_command(module, config, run):
-    """Starts it; returns the process and which metrics file an earlier one left."""
     before = inode(Path(run) / "metrics.jsonl")
     return subprocess.Popen(**command(module, config)), before
 
@@ -193,7 +188,6 @@ def kill_at_checkpoint(options, run, step):
 
 
 def title(pid):
-    """Command line or title of a process; None when it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if process.status() != psutil.STATUS_ZOMBIE:

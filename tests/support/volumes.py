@@ -13,7 +13,6 @@ class Volume:
         self.path, self._ballast = path, path / "ballast"
 
     def fill(self, leave_bytes=0):
-        """Takes all that is free, but for so many bytes."""
         with self._ballast.open("wb", buffering=0) as stream:
             free = os.statvfs(self.path)
             left = free.f_bavail * free.f_frsize - leave_bytes
@@ -24,7 +23,6 @@ class Volume:
         self._ballast.unlink()
 
     def read_only(self, yes):
-        """Remounts it; nothing on it may be open for writing."""
         option = f"remount,{'ro' if yes else 'rw'}"
         subprocess.run(["mount", "-o", option, str(self.path)], check=True, capture_output=True)
 
