@@ -17,7 +17,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # `precision: a
 if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of tests on two cores: threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SESSION_CPUS = 6
 # Threads of Ray Data, which end some time after their reader has left them. One that uses Ray, if only to let go of an
 # object, after the session has ended ends the process.
 _DATA_THREADS = ("StreamingExecutor", "Prefetcher", "iter_threaded", "map_tp_")
@@ -32,7 +31,7 @@ def session():
     from declutr.common.session import start_ray
 
     with patch.dict(os.environ, CREDENTIALS):  # which workers read from their environment
-        start_ray(num_cpus=SESSION_CPUS)
+        start_ray(num_cpus=6)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,10 +82,8 @@ def one_thread():
 @pytest.fixture
 def log():
     """Messages of the project's logger in this process."""
-    lines = []
-    handler = logging.Handler()
+    lines, handler, logger = [], logging.Handler(), logging.getLogger("declutr")
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("declutr")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel("DEBUG")

@@ -1,8 +1,8 @@
 """Compares what this checkout computes with what another commit computes on this machine: `make frozen`.
 
 Weights, shards, scores and adaptations depend on the processor, so that they cannot be stored. Both checkouts run the
-same commands in processes of their own; this file imports neither. It also continues, reads and searches here what the
-other commit has written. What does not depend on the processor is in `test_frozen.py`.
+same commands in processes of their own. This one also continues, reads and searches what the other has written. What
+does not depend on the processor is in `test_frozen.py`.
 
     python tests/frozen.py [--commit cb156041] [--folder build/frozen] [--only NAME ...]
 
@@ -19,28 +19,27 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import yaml
+from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
+
+sys.path.insert(0, str(Path(__file__).resolve().with_name("support")))
+from mediafiles import spread
+from nanofiles import rows_of, write_test
+from textruns import IMAGE, IMAGES, PAIRS, SCD, SCL, SIMCSE, SOUNDS, clips, pictures, write_texts
+from tinyruns import FROM_CONFIG, kill_at_checkpoint, write_corpus
+from vocabularies import wordpiece_backend
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
 SHARED = ROOT.parent / "shared" / "data"
 STEPS, KILLED = 12, 6
-TASK = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
-PAIRS = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
 
 
 def write_inputs(folder):
     """Everything that the commands read: texts, pairs, pictures, judged queries, an encoder."""
-    from mediafiles import spread
-    from nanofiles import rows_of, write_test
-    from textruns import clips, pictures, write_texts
-    from tinyruns import write_corpus
-    from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
-    from vocabularies import wordpiece_backend
-
     folder.mkdir(parents=True)
     write_corpus(folder / "documents.jsonl")
     write_texts(folder)
@@ -55,54 +54,28 @@ def write_inputs(folder):
     BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=128).save_pretrained(folder / "encoder")
     set_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    BertModel(BertConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=128, **sizes)).save_pretrained(
-        folder / "encoder"
-    )
+    sizes |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 128}
+    BertModel(BertConfig(**sizes)).save_pretrained(folder / "encoder")
 
 
 def digest(*paths):
-    """SHA-256 of files, in order."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(Path(path).read_bytes())
-    return total.hexdigest()[:16]
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def numbers(value):
     """A result without places, times and hardware: what must be equal."""
     if isinstance(value, dict):
-        left_out = (
-            "seconds",
-            "path",
-            "commit",
-            "version",
-            "hardware",
-            "date",
-            "time",
-            "output",
-            "encoder",
-            "run",
-            "data",
-            "items",  # errors of test items, which the other commit does not store
-        )
-        return {
-            re.sub(r"/\S+", "", key): numbers(item)
-            for key, item in value.items()
-            if not any(word in key.lower() for word in left_out)
-        }
+        left_out = "seconds|path|commit|version|hardware|date|time|output|encoder|run|data"
+        left_out += "|items"  # errors of test items, which the other commit does not store
+        items = [(key, item) for key, item in value.items() if not re.search(left_out, key.lower())]
+        return {re.sub(r"/\S+", "", key): numbers(item) for key, item in items}
     if isinstance(value, list):
         return [numbers(item) for item in value]
     return value if isinstance(value, int | float | None) else re.sub(r"/\S+", "", str(value))
 
 
 class Checkout:
-    """Commands of one checkout.
-
-    Args:
-        root: the checkout.
-        inputs: folder of `write_inputs`.
-        folder: where its results go.
-    """
+    """Commands of a checkout at `root`, with the inputs of `write_inputs`, and results in `folder`."""
 
     def __init__(self, root, inputs, folder):
         self.root, self.inputs, self.folder = root, inputs, folder
@@ -125,13 +98,11 @@ class Checkout:
         return done.stdout
 
     def configured(self, command, name, values):
-        """Runs `prepare` or `train` with a configuration."""
         path = self.folder / f"{name}-{command}.yaml"
         path.write_text(yaml.safe_dump({command: values}))
         return self.run(command, path)
 
     def prepare(self, name, source, content=None, tokenizer=None, **changes):
-        """Digest of all shards of a corpus."""
         values = {"output": str(self.folder / name), "corpus": {"kind": "files", "paths": [str(s) for s in source]}}
         values |= {"validation_fraction": 0.2, "unit_mib": 4, "session": {"num_cpus": 2}, **changes}
         if tokenizer != "none":
@@ -144,20 +115,13 @@ class Checkout:
         return digest(*shards)
 
     def train_values(self, name, data, objective, workers=1, **changes):
-        """A run of 12 steps with a checkpoint every three."""
-        from tinyruns import FROM_CONFIG
-
         values = {"run": str(self.folder / name), "data": str(self.folder / data), "steps": STEPS, "batch_documents": 8}
-        values |= {
-            "encoder": {"from_config": FROM_CONFIG, "dropout": 0.1},
-            "optim": {"lr": 0.001},
-            "objective": objective,
-        }
-        values |= {"validation": {"every_steps": 4}, "checkpoint": {"every_steps": 3, "keep_last": 9}}
+        values |= {"encoder": {"from_config": FROM_CONFIG, "dropout": 0.1}, "optim": {"lr": 0.001}}
+        values |= {"objective": objective, "checkpoint": {"every_steps": 3, "keep_last": 9}}
+        values |= {"validation": {"every_steps": 4}}
         if objective["kind"] == "declutr":
             values["spans"] = {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16}
-        scaling = {"num_workers": workers, "device": "cpu", "data_cpus": 1}
-        return values | {"scaling": scaling} | changes
+        return values | {"scaling": {"num_workers": workers, "device": "cpu", "data_cpus": 1}} | changes
 
     def weights(self, name):
         """Digest of the tensors of the last checkpoint, and of those of the export."""
@@ -165,79 +129,64 @@ class Checkout:
         return digest(*sorted(last.glob("*.safetensors"))), digest(self.folder / name / "export" / "model.safetensors")
 
     def train(self, name, *arguments, **changes):
-        """Trains, and returns the weights."""
         self.configured("train", name, self.train_values(name, *arguments, **changes))
         return self.weights(name)
 
     def train_killed(self, name, *arguments, **changes):
         """Trains, with a kill of every process after a checkpoint in the middle; returns the weights."""
-        from tinyruns import kill_at_checkpoint
-
         changes |= {"steps": 400}  # there is time for the kill
         path = self.folder / f"{name}-train.yaml"
         path.write_text(yaml.safe_dump({"train": self.train_values(name, *arguments, **changes)}))
         kill_at_checkpoint(self.command("train", path), self.folder / name, KILLED)
-        for later in sorted((self.folder / name / "checkpoints").glob("step-*")):
-            if int(later.name[5:]) > KILLED:
-                shutil.rmtree(later)
+        cut(self.folder / name)
         return self.train(name, *arguments, **changes)
 
 
-def objectives():
-    """Name, data, objective and further settings of each kind of run."""
-    from textruns import SCD, SCL, SIMCSE
+def cut(run):
+    for later in sorted((run / "checkpoints").glob("step-*")):
+        if int(later.name[5:]) > KILLED:
+            shutil.rmtree(later)
 
-    yield "declutr", "documents", {"kind": "declutr"}, {}
-    yield "simcse", "sentences", SIMCSE, {}
-    yield "supervised", "pairs", SIMCSE | {"supervised": True}, {}
-    yield "scd", "sentences", SCD, {}
-    yield "scl", "pairs", SCL, {}
-    yield "image", "sentences", SIMCSE, {"task_schedule": "joint"}
+
+DECLUTR = {"kind": "declutr"}
+RUNS = {  # data and objective of each kind of run
+    "declutr": ("documents", DECLUTR), "simcse": ("sentences", SIMCSE),
+    "supervised": ("pairs", SIMCSE | {"supervised": True}), "scd": ("sentences", SCD), "scl": ("pairs", SCL),
+    "image": ("sentences", SIMCSE),
+}  # fmt: skip
 
 
 def compute(checkout):
-    """All results of a checkout by name."""
     inputs, folder = checkout.inputs, checkout.folder
     shards = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
-    yield (
-        "shards documents",
-        lambda: checkout.prepare(
-            "documents", [inputs / "documents.jsonl"], unit_mib=0.05, geometry={"num_anchors": 2, "max_tokens": 16}
-        ),
-    )
+    short = {"unit_mib": 0.05, "geometry": {"num_anchors": 2, "max_tokens": 16}}
+    yield "shards documents", lambda: checkout.prepare("documents", [inputs / "documents.jsonl"], **short)
     yield "shards sentences", lambda: checkout.prepare("sentences", [inputs / "sentences.txt"], "sentences")
     yield "shards pairs", lambda: checkout.prepare("pairs", [inputs / "pairs.jsonl"], PAIRS, shards)
-    pictures = {"kind": "images", "shortest_edge": 18}
-    yield "shards images", lambda: checkout.prepare("images", [inputs / "pictures"], pictures, "none")
-    sounds = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"}
-    yield "shards sounds", lambda: checkout.prepare("sounds", [inputs / "sounds"], sounds, "none")
-    for name, data, objective, changes in objectives():
-        if name == "image":
-            changes["auxiliary_tasks"] = {"image": {"data": str(folder / "images"), **TASK}}
+    yield "shards images", lambda: checkout.prepare("images", [inputs / "pictures"], IMAGES, "none")
+    yield "shards sounds", lambda: checkout.prepare("sounds", [inputs / "sounds"], SOUNDS, "none")
+    for name, run in RUNS.items():
+        tasks = {"image": {"data": str(folder / "images"), **IMAGE}}
+        changes = {"task_schedule": "joint", "auxiliary_tasks": tasks} if name == "image" else {}
         for workers in (1, 2):
-            yield (
-                f"weights {name}, {workers} workers",
-                lambda a=(f"{name}-{workers}", data, objective, workers), c=changes: checkout.train(*a, **c),
-            )
-    killed = ("declutr-killed", "documents", {"kind": "declutr"}, 2)
-    yield "weights declutr, killed at step 6", lambda: checkout.train_killed(*killed)
+            train = partial(checkout.train, f"{name}-{workers}", *run, workers, **changes)
+            yield f"weights {name}, {workers} workers", train
+    yield "weights declutr, killed at step 6", partial(checkout.train_killed, "declutr-killed", *RUNS["declutr"], 2)
+
+    export = folder / "declutr-1" / "export"
 
     def embedded():
-        export = folder / "declutr-1" / "export"
-        checkout.run(
-            "embed", export, inputs / "queries.jsonl", "--output", folder / "vectors.npy", "--precision", "fp32"
-        )
-        checkout.run("index", folder / "vectors.npy", "--output", folder / "index", "--hybrid")
-        printed = checkout.run("search", folder / "index", "abc def", "--top", "5")
-        return digest(folder / "vectors.npy"), re.sub(r"/\S+", "", printed)
+        vectors, options = folder / "vectors.npy", ("--precision", "fp32")
+        checkout.run("embed", export, inputs / "queries.jsonl", "--output", vectors, *options)
+        checkout.run("index", vectors, "--output", folder / "index", "--hybrid")
+        return digest(vectors), searched(checkout, folder / "index")
 
     yield "embeddings and search", embedded
 
     def evaluated(*arguments):
         output = folder / f"scores-{arguments[0].strip('-')}"
-        checkout.run("evaluate", folder / "declutr-1" / "export", *arguments, "--output", output)
-        scores = [json.loads(path.read_text()) for path in sorted(output.rglob("*.json"))]
-        return numbers(scores)
+        checkout.run("evaluate", export, *arguments, "--output", output)
+        return numbers([json.loads(path.read_text()) for path in sorted(output.rglob("*.json"))])
 
     def pairs():
         evaluated("--pairs", inputs / "queries.jsonl")
@@ -264,56 +213,46 @@ def compute(checkout):
         yield "shards of shared sounds", lambda: checkout.prepare("fsdd", [SHARED / "audio" / "fsdd"], speech, "none")
 
         def adapted():
-            output = folder / "adapted"
-            corpus = SHARED / "corpus" / "python-peps.jsonl.gz"
+            output, corpus = folder / "adapted", SHARED / "corpus" / "python-peps.jsonl.gz"
             checkout.run("adapt", inputs / "encoder", corpus, "--steps", "1", "--output", output)
             return digest(*sorted((output / "candidates" / "closed-form").glob("*.safetensors")))
 
         yield "closed form on python-peps", adapted  # a training has other spans since; cb156041 takes no 0 steps
 
 
+def searched(checkout, index):
+    return re.sub(r"/\S+", "", checkout.run("search", index, "abc def", "--top", "5"))
+
+
 def read_again(other, here):
     """What this checkout makes of the files of the other, with what it must be equal to."""
-    copied = here.folder / "copied"
+    from sentence_transformers import SentenceTransformer
+
+    def trained(name, workers):
+        # A run knows its shards by content, so that the same run with the shards at another place goes on.
+        values = here.train_values(name, "documents", DECLUTR, workers)
+        here.configured("train", Path(name).name, values | {"data": str(other.folder / "documents")})
+        return here.weights(name)
 
     def resumed():
-        shutil.copytree(other.folder / "declutr-2", copied / "declutr-2")
-        for later in sorted((copied / "declutr-2" / "checkpoints").glob("step-*")):
-            if int(later.name[5:]) > KILLED:
-                shutil.rmtree(later)
-        shutil.rmtree(copied / "declutr-2" / "export")
-        values = here.train_values("copied/declutr-2", "documents", {"kind": "declutr"}, 2)
-        here.configured("train", "resumed", values | {"data": str(other.folder / "documents")})
-        return here.weights("copied/declutr-2")
+        run = shutil.copytree(other.folder / "declutr-2", here.folder / "copied" / "declutr-2")
+        cut(run)
+        shutil.rmtree(run / "export")
+        return trained("copied/declutr-2", 2)
 
-    def moved():
-        # A run knows its shards by content, so that the same run with the shards at another place goes on.
-        values = here.train_values("from-old-shards", "documents", {"kind": "declutr"}, 1)
-        here.configured("train", "from-old-shards", values | {"data": str(other.folder / "documents")})
-        return here.weights("from-old-shards")
-
-    yield "a checkpoint of the other, continued here", resumed, other.weights("declutr-2")
-    yield "shards of the other, trained here", moved, other.weights("declutr-1")
-    line = ("search", other.folder / "index", "abc def", "--top", "5")
-    yield (
-        "an index of the other, searched here",
-        lambda: re.sub(r"/\S+", "", here.run(*line)),
-        re.sub(r"/\S+", "", other.run(*line)),
-    )
-
-    def elsewhere():
-        from sentence_transformers import SentenceTransformer
-
+    def encoded(checkout):
         texts = ["aba bab", "a longer text of more words than the others", "x"]
-        pair = [SentenceTransformer(str(c.folder / "declutr-1" / "export"), device="cpu") for c in (other, here)]
-        return [np.asarray(model.encode(texts)).tobytes() for model in pair]
+        export = SentenceTransformer(str(checkout.folder / "declutr-1" / "export"), device="cpu")
+        return np.asarray(export.encode(texts)).tobytes()
 
-    first, second = elsewhere()
-    yield "the export in sentence-transformers", lambda: second, first
+    index = other.folder / "index"
+    yield "a checkpoint of the other, continued here", resumed, other.weights("declutr-2")
+    yield "shards of the other, trained here", lambda: trained("from-old-shards", 1), other.weights("declutr-1")
+    yield "an index of the other, searched here", lambda: searched(here, index), searched(other, index)
+    yield "the export in sentence-transformers", lambda: encoded(here), encoded(other)
 
 
 def main():
-    """Computes in both checkouts, result by result, and compares."""
     parser = argparse.ArgumentParser(prog="make frozen", description=__doc__)
     parser.add_argument("--commit", default="cb156041", help="the other commit")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "frozen")
@@ -325,10 +264,8 @@ def main():
     subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", folder / "checkout", options.commit], check=True)
     try:
         write_inputs(folder / "inputs")
-        other, here = (
-            Checkout(root, folder / "inputs", folder / name)
-            for name, root in (("other", folder / "checkout"), ("here", ROOT))
-        )
+        other = Checkout(folder / "checkout", folder / "inputs", folder / "other")
+        here = Checkout(ROOT, folder / "inputs", folder / "here")
         different = 0
         for (name, old), (_, new) in zip(compute(other), compute(here), strict=True):
             if any(name.startswith(start) for start in options.only):
@@ -343,18 +280,13 @@ def main():
 
 
 def compare(name, result, expected):
-    """Prints whether a result is the expected one; 1 if it is not."""
     began, value = time.monotonic(), result()
     equal = json.dumps(value, default=str) == json.dumps(expected, default=str)
-    shown = value if len(str(value)) < 60 else digest_of(value)
-    print(f"{'equal' if equal else 'DIFFERENT':10}{name}: {shown} ({time.monotonic() - began:.0f} s)", flush=True)
+    text = value if len(str(value)) < 60 else hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+    print(f"{'equal' if equal else 'DIFFERENT':10}{name}: {text} ({time.monotonic() - began:.0f} s)", flush=True)
     if not equal:
         print(f"          expected {expected}"[:2000], f"          got      {value}"[:2000], sep="\n", flush=True)
     return int(not equal)
-
-
-def digest_of(value):
-    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -26,33 +26,27 @@ from declutr.trainer.config import TrainConfig
 from declutr.trainer.objectives.base import implementation_of
 from declutr.trainer.objectives.registry import DEFAULT
 
-FOLDERS = "common|pipeline|trainer|evaluation|adaptation|reproduction|doctor|inspection|cli|benchmarks"
-FOLDERS += "|configs|deploy|docs|tests"
+FOLDERS = "common|pipeline|trainer|evaluation|adaptation|reproduction|doctor|inspection|cli|benchmarks|configs|docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_config_is_valid(path):
-    sections = yaml.safe_load(path.read_text())
-    models = {"prepare": PipelineConfig, "train": TrainConfig}
+    sections, models = yaml.safe_load(path.read_text()), {"prepare": PipelineConfig, "train": TrainConfig}
     assert sections
     for section in sections:
         config = load_config(str(path), section, models[section])
         assert yaml.safe_load(annotated_yaml(config)) == config.model_dump(mode="json")
 
 
-def test_settings_page_is_current():
-    assert (ROOT / "docs/reference/settings.md").read_text() == settings_page(), "outdated: run `make settings`"
-
-
-def test_every_setting_has_a_meaning():
-    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", settings_page(), re.MULTILINE)
-    unexplained = [name for name, meaning in rows if not meaning or meaning.startswith("One of ")]
+def test_settings_page_is_current_and_every_setting_has_a_meaning():
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    assert page == settings_page(), "outdated: run `make settings`"
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 100
-    assert unexplained == []
+    assert [name for name, meaning in rows if not meaning or meaning.startswith("One of ")] == []
 
 
 @pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt", "multilingual"])
@@ -67,10 +61,8 @@ def test_sections_fit_each_other(name):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_name_paths_that_exist(path):
-    text = path.read_text()
-    named = re.findall(rf"(?<![\w/])((?:{FOLDERS})/[\w./-]*\w)", text)
-    missing = [name for name in set(named) if not (ROOT / name).exists()]
-    assert not missing
+    names = set(re.findall(rf"(?<![\w/])((?:{FOLDERS}|deploy|tests)/[\w./-]*\w)", path.read_text()))
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 def test_documents_name_benchmarks_that_exist():
@@ -83,15 +75,15 @@ def test_documents_name_benchmarks_that_exist():
     for name in commands:
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
-    named = set(re.findall(r"[\w-]+_(?:epyc|xeon|h100|h200)-[\w-]+\.json", text))
-    assert named == {path.name for path in (folder / "results").iterdir()}
+    files = set(re.findall(r"[\w-]+_(?:epyc|xeon|h100|h200)-[\w-]+\.json", text))
+    assert files == {path.name for path in (folder / "results").iterdir()}
 
 
 def test_documents_name_make_targets_that_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in DOCUMENTS:
-        used = set(re.findall(r"`make ([a-z -]+?)`", path.read_text()))
-        assert {target for use in used for target in use.split()} <= targets, path
+        used = " ".join(re.findall(r"`make ([a-z -]+?)`", path.read_text())).split()
+        assert {*used} <= targets, path
 
 
 def test_check_finds_conflict_markers(tmp_path):
@@ -117,20 +109,16 @@ def test_setup_says_what_it_does():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     lines = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"setup: (\d of 5|done)", lines) == [*(f"{step} of 5" for step in range(1, 6)), "done"]
-    assert re.findall(r"--no-compile (.*)", lines) == [
-        "-c constraints.txt torch",
-        "-c constraints.txt triton",
-        "--require-hashes -r requirements.lock",
-        "--no-deps --no-build-isolation -e .",
-    ]
+    pinned = ["-c constraints.txt torch", "-c constraints.txt triton", "--require-hashes -r requirements.lock"]
+    assert re.findall(r"--no-compile (.*)", lines) == [*pinned, "--no-deps --no-build-isolation -e ."]
     assert lines.splitlines()[-2] == "touch .venv/.installed"
 
 
 def test_cluster_file_fits_rays_schema():
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    jsonschema.validate(cluster, schema)
-    assert "0.0.0.0" not in (ROOT / "cluster.yaml").read_text()
+    cluster = (ROOT / "cluster.yaml").read_text()
+    jsonschema.validate(yaml.safe_load(cluster), schema)
+    assert "0.0.0.0" not in cluster
 
 
 def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
@@ -143,12 +131,11 @@ def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
         assert helps[command].startswith(f"usage: declutr {command} ")
     commands = (ROOT / "docs/reference/commands.md").read_text()
     assert helps.keys() <= {*re.findall(r"`declutr ([a-z-]+)[^`]*`(?=.*\|)", commands)}, "the page of commands"
+    uses = re.compile(r"\bdeclutr ([a-z][a-z-]*)((?: [^`\n#]*)?)")
     options = [
         (path.name, command, option)
         for path in DOCUMENTS
-        for command, rest in re.findall(
-            r"\bdeclutr ([a-z][a-z-]*)((?: [^`\n#]*)?)", path.read_text().replace("\\\n", " ")
-        )
+        for command, rest in uses.findall(path.read_text().replace("\\\n", " "))
         for option in re.findall(r"(?<!\S)--[a-z-]+", rest)
     ]
     assert len(options) > 20
@@ -184,38 +171,28 @@ def test_choices_of_options_are_those_of_the_settings():
     assert get_args(Target) == TARGETS
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder in which a wheel of the checkout is installed, without what it needs."""
-    checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("site")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in filter(None, listed.split("\0")):
+@pytest.mark.slow
+def test_wheel_has_every_file_of_the_packages_and_runs_its_commands_outside_of_the_checkout(tmp_path):
+    checkout, folder = tmp_path / "checkout", tmp_path / "site"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, tracked.split("\0")):
         if name.split("/")[0] not in ("tests", "benchmarks", "docs"):
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
     quiet = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
     subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", folder, checkout], check=True)
-    return folder
+    assert {path.name for path in folder.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
 
+    def files(package):
+        return {path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
-@pytest.mark.slow
-def test_wheel_has_every_file_of_the_packages(installed):
-    assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
-    source = ROOT / "src" / "declutr"
-    for package in [path.name for path in source.iterdir() if path.is_dir() and path.name != "__pycache__"]:
-        files, expected = (
-            {p.relative_to(top) for p in (top / package).rglob("*") if p.is_file() and p.suffix != ".pyc"}
-            for top in (installed / "declutr", source)
-        )
-        assert files == expected
-
-
-def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
-    code = "import declutr.cli.main as m; print(m.__file__); m.main()"
+    for package in (ROOT / "src" / "declutr").iterdir():
+        if package.is_dir() and package.name != "__pycache__":
+            assert files(folder / "declutr" / package.name) == files(package)
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); "
+    code += "import declutr.cli.main as m; print(m.__file__); m.main()"
     for arguments in (["--help"], ["train", "configs/cpu-small.yaml", "--print-config"]):
-        words = [f"import sys; sys.path.insert(0, {str(installed)!r}); {code}", *arguments]
-        done = run_python("-c", *words, folder=tmp_path)
-        assert done.stdout.startswith(str(installed))
+        assert run_python("-c", code, *arguments, folder=tmp_path).stdout.startswith(str(folder))
 
 
 @pytest.mark.parametrize("package", ["pipeline", "trainer"])
@@ -226,16 +203,11 @@ def test_package_under_a_second_name_is_refused(package):
 def named_in(path):
     """Identifiers and string constants of a Python file, docstrings and messages left out."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.alias):
-            yield node.name
-        elif isinstance(node, ast.arg | ast.keyword):
-            yield node.arg
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.Constant(value=str(name)):
+                yield name
+            case ast.arg(arg=name) | ast.keyword(arg=name):
+                yield name
 
 
 def test_the_trainer_names_no_objective():
@@ -267,9 +239,9 @@ def test_issue_form_asks_with_unique_ids(form):
 
 
 def test_licence_is_said_to_be_missing_until_there_is_one():
-    given = "license" in PROJECT or (ROOT / "LICENSE").exists()
+    licensed = "license" in PROJECT or (ROOT / "LICENSE").exists()
     for name in ("README.md", "trainer/driver/model_card.py", "pyproject.toml"):
-        assert given or "licence" in (ROOT / name).read_text().lower(), name
+        assert licensed or "licence" in (ROOT / name).read_text().lower(), name
 
 
 def test_check_finds_names_that_say_nothing(tmp_path):

@@ -1,15 +1,24 @@
-"""The documentation as a site, without building it: navigation, links, anchors, Markdown that needs no plugin."""
+"""The documentation as a site, without building it: navigation, links, anchors, Markdown that needs no plugin.
+
+The reading lists of docs/why/architecture.md are compared with the files whose functions run.
+"""
 
 import json
 import os
 import re
+import sys
 import unicodedata
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
+from preparing import config_of, write_jsonl
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -22,9 +31,8 @@ QUESTIONS = ["config", "long", "memory", "better", "dropped", "resume", "Python"
 
 
 def prose(path):
-    """Lines of a page without its code."""
-    text = FENCE.sub("", path.read_text())
-    return [line for line in text.splitlines() if not line.startswith("    ") or line.lstrip()[:2] == "- "]
+    lines = FENCE.sub("", path.read_text()).splitlines()
+    return [line for line in lines if not line.startswith("    ") or line.lstrip()[:2] == "- "]
 
 
 def headings(path):
@@ -37,17 +45,16 @@ def anchors(path):
     forge = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts]
     plain = [unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode() for text in texts]
     site = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()) for text in plain]
-    return {one for one, other in zip(forge, site, strict=True) if one == other and Counter(site)[one] == 1}
+    return {anchor for anchor, other in zip(forge, site, strict=True) if anchor == other and site.count(anchor) == 1}
 
 
 def pages_of(entries):
     """Page to the titles above it, from a navigation of MkDocs."""
-    found = {}
-    for entry in entries:
-        ((title, value),) = entry.items()
+    pages = {}
+    for title, value in (item for entry in entries for item in entry.items()):
         below = {value: ()} if isinstance(value, str) else pages_of(value)
-        found |= {page: (title, *titles) for page, titles in below.items()}
-    return found
+        pages |= {page: (title, *titles) for page, titles in below.items()}
+    return pages
 
 
 NAVIGATION = pages_of(SITE["nav"])
@@ -75,9 +82,9 @@ def test_navigation_has_every_page_once():
 
 
 def test_decisions_are_listed_by_number_and_title():
-    listed = re.findall(r"^\| (\d+) \| \[(.+)\]\((.+)\) \|$", (DOCS / "decisions/index.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| \[(.+)\]\((.+)\) \|$", (DOCS / "decisions/index.md").read_text(), re.MULTILINE)
     titles = {path.name: headings(path)[0] for path in (DOCS / "decisions").glob("0*.md")}
-    assert {name: f"{number}. {title}" for number, title, name in listed} == titles
+    assert {name: f"{number}. {title}" for number, title, name in rows} == titles
 
 
 def test_ten_questions_have_an_answer_that_the_navigation_leads_to():
@@ -99,11 +106,8 @@ def test_page_is_plain_markdown(path):
     assert re.findall(r"^(?:!!!|\?\?\?|:::|```mermaid|\{[%{])", text, re.MULTILINE) == []
     lines = FENCE.sub("", text).splitlines()
     item = re.compile(r"(?:[-*]|\d+\.) ")
-    swallowed = [
-        line
-        for before, line in pairwise(lines)
-        if (item.match(line) or line.startswith("| ")) and re.match(r"[^\s|#]", before) and not item.match(before)
-    ]
+    starts = [pair for pair in pairwise(lines) if item.match(pair[1]) or pair[1].startswith("| ")]
+    swallowed = [line for before, line in starts if re.match(r"[^\s|#]", before) and not item.match(before)]
     assert swallowed == [], "a list or table needs an empty line before it"
     assert [line for line in lines if re.match(r" {1,3}[-*] ", line)] == [], "indent a list in a list by 4 spaces"
 
@@ -119,3 +123,46 @@ def test_picture_of_the_readme_shows_the_file_of_results():
     pixels = [(low, middle, high) for (low, high), middle in zip(lines, middles, strict=True)]
     values = [[run["distant"][name] for name in ("low", "value", "high")] for run in runs]
     assert pixels == [tuple(f"{170 + 32 * value:.1f}" for value in row) for row in values]
+
+
+def reading_list(title):
+    text = (DOCS / "why/architecture.md").read_text().split(f"\n### {title}\n")[1].split("\n#")[0]
+    numbered = re.findall(r"^\d+\. `(.+?)`: \w", text, re.MULTILINE)
+    return numbered, set(re.findall(r"`([\w/]+\.py)`", text)) - set(numbered)
+
+
+def files_run(call, *arguments):
+    """The result of a call, and the files of source whose functions ran in it."""
+    names, before = set(), sys.getprofile()
+    silent = ("<module>", "model_post_init")  # imports, and what pydantic calls whenever settings are read
+    sys.setprofile(lambda frame, *_: frame.f_code.co_name not in silent and names.add(frame.f_code.co_filename))
+    try:
+        result = call(*arguments)
+    finally:
+        sys.setprofile(before)
+    paths = [Path(name).resolve() for name in names]
+    files = {str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)}
+    return result, {name for name in files if name.split("/")[0] in ("src", "pipeline", "trainer")}
+
+
+def test_the_list_of_a_step_names_the_files_that_run():
+    collator, train_step = tiny_collator(), tiny_train_step(tiny_encoder())
+    batch, collated = files_run(rank_batch, collator, documents([60, 70, 80], 12))
+    _, stepped = files_run(train_step.step, {"": batch}, 1)
+    numbered, others = reading_list("A step, from rows of the shards to the update")
+    assert len(numbered) <= 18
+    assert (sorted(numbered), others) == (sorted(collated | stepped), set())
+
+
+def test_the_list_of_a_unit_names_the_files_that_run(tmp_path):
+    texts = [" ".join(f"word{number} {place}" for place in range(30)) for number in range(4)]
+    file = write_jsonl(tmp_path / "corpus.jsonl", *[{"text": text} for text in texts])
+    config = config_of(file, tmp_path / "out", duplicates={"exact": False}, validation_fraction=0.01)
+    tokenizer = train_tokenizer(iter(texts), 300)
+    tokenizer.save_pretrained(str(tmp_path / "out" / "tokenizer"))
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar, ran = files_run(write_unit, unit, tmp_path / "out", config, describe_tokenizer(tokenizer, "train"))
+    assert sidecar.counts.kept == 4
+    numbered, others = reading_list("A unit, from its input to its shards")
+    assert len(numbered) <= 16
+    assert (sorted(numbered), others) == (sorted(ran), set())

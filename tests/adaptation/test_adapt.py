@@ -5,10 +5,12 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from adapting import WORDS, corpus
+from folders import jsonl
 from messages import all_of, says
 from pages import checked
 from sentence_transformers import SentenceTransformer
@@ -16,15 +18,7 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from declutr.adaptation import scores as adaptation_scores
-from declutr.adaptation.candidates import (
-    CLOSED,
-    ORDER,
-    TRAINED,
-    CandidateBuilder,
-    document_prompt,
-    load_transformer,
-    write_trained,
-)
+from declutr.adaptation.candidates import CLOSED, ORDER, TRAINED, CandidateBuilder, document_prompt, load_transformer
 from declutr.adaptation.checks import as_options
 from declutr.adaptation.config import AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
@@ -57,26 +51,11 @@ def limited(encoder, folder):
     return folder
 
 
-def reads_as_the_start(folder):
-    found = load_transformer(str(folder))
-    assert (found.max_tokens, found.prompts) == (80, PROMPTS)
-    for loaded in (found, SentenceTransformer(str(folder), device="cpu")):
-        assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
-
-
-def test_write_trained_keeps_what_a_training_leaves_out_of_the_start(encoder, tmp_path):
-    start = load_transformer(str(limited(encoder, tmp_path / "start")))
-    (tmp_path / "trained").mkdir()
-    write_trained(start, load_transformer(str(encoder)), tmp_path / "trained")
-    reads_as_the_start(tmp_path / "trained")
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
-    documents = corpus(tmp_path / "documents.jsonl", 700)
-    output = tmp_path / "adapted"
+    documents, output = corpus(tmp_path / "documents.jsonl", 700), tmp_path / "adapted"
     encoder = limited(encoder, tmp_path / "start")
     result = adapt(encoder, documents, output, steps=20)
     written = json.loads((output / "result.json").read_text())
@@ -93,75 +72,43 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     assert (again.sentence, again.looks) == (result.sentence, 1)
     with pytest.raises(UsageError, match=all_of("seed", "another folder")):
         adapt(encoder, documents, output, steps=20, seed=1)
-    given = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
-    config = load_config(given, "adapt", AdaptConfig).located()
-    test = judged_set(config, output)
-    for name in (CLOSED, TRAINED):
-        again = test.encoder(load_transformer(str(place_of(config, output, name))))["distant"]
-        assert np.nanmean(again) == pytest.approx(scores[name], abs=1e-6), name
-    for name in ORDER:
-        reads_as_the_start(place_of(config, output, name))
-    keeps_the_encoder_that_is_better(config, output, result)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.usefixtures("session")
-def test_adapt_without_steps_tries_the_closed_form_alone(encoder, tmp_path):
-    result = adapt(encoder, corpus(tmp_path / "documents.jsonl", 700), tmp_path / "adapted", steps=0)
-    assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED] == [result.chosen]
-    assert result.facts["steps"] == 0
-    candidates = tmp_path / "adapted" / "candidates"
-    assert [path.name for path in candidates.iterdir()] == ["closed-form"], "nothing was trained"
-    texts = [path.read_text() for path in candidates.rglob("*") if path.suffix in (".json", ".md")]
-    assert len(texts) > 5
-    assert not any(str(place) in text for text in texts for place in (tmp_path, encoder)), "others may get it"
-
-
-def place_of(config, output, name):
-    return CandidateBuilder(config, output / "data", output / "candidates").place(name)
-
-
-def judged_set(config, output):
-    """The test documents: none of those that chose, and none that was trained on."""
+    settings = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
+    config = load_config(settings, "adapt", AdaptConfig).located()
+    builder = CandidateBuilder(config, output / "data", output / "candidates")
+    candidates = {name: load_transformer(str(builder.place(name))) for name in ORDER}
     splits = held_out_documents(config.prepare_config(output / "data").corpus, output / "data", config.seed)
     development, test = (set(splits[name]) for name in ("development", "test"))
     assert min(len(development), len(test)) >= 100
-    assert not development & test
+    assert not development & test, "the test documents chose none"
     shards = ShardSet(output / "data", "held-out")
     held_out = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
-    assert {document_id(normalise(text).encode()) for text in development | test} <= held_out
+    assert {document_id(normalise(text).encode()) for text in development | test} <= held_out, "trained on"
     start = load_transformer(config.encoder)
-    return adaptation_scores.TestSet(make_passages(splits["test"], start.tokenizer, document_prompt(start)), None)
-
-
-def keeps_the_encoder_that_is_better(config, output, result):
-    trained = load_transformer(str(place_of(config, output, TRAINED)))
+    test = adaptation_scores.TestSet(make_passages(splits["test"], start.tokenizer, document_prompt(start)), None)
+    for name, candidate in candidates.items():
+        assert np.nanmean(test.encoder(candidate)["distant"]) == pytest.approx(scores[name], abs=1e-6), name
+        assert (candidate.max_tokens, candidate.prompts) == (80, PROMPTS)  # an export of a training has neither
+        for loaded in (candidate, SentenceTransformer(str(builder.place(name)), device="cpu")):
+            assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
     with opened(config, output) as state:
-        job = _Adaptation(config, output, None, state, load_transformer(config.encoder), None)
+        job = _Adaptation(config, output, None, state, start, None)
         for outcome in ("better", "worse"):
             verdict = dataclasses.replace(result.verdict, outcome=outcome)
-            job._finish(verdict, TRAINED, trained, list(result.rows), 1, [])
+            job._finish(verdict, TRAINED, candidates[TRAINED], list(result.rows), 1, [])
             if outcome == "better":
-                assert load_transformer(str(output / "encoder")).fingerprint == trained.fingerprint
-            else:
-                assert not (output / "encoder").exists()
+                assert load_transformer(str(output / "encoder")).fingerprint == candidates[TRAINED].fingerprint
+    assert not (output / "encoder").exists(), "a worse one is not kept"
 
 
 def strict_json(path):
     """JSON as the standard has it, without NaN."""
-
-    def refuse(word):
-        raise AssertionError(f"{path} holds {word}")
-
-    return json.loads(path.read_text(), parse_constant=refuse)
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
 def test_adapt_of_many_documents_without_distant_passages_says_so_before_it_trains(encoder, tmp_path):
-    documents = corpus(tmp_path / "documents.jsonl", 700, words=75)
-    result = adapt(encoder, documents, tmp_path / "adapted", steps=20)
+    result = adapt(encoder, corpus(tmp_path / "documents.jsonl", 700, words=75), tmp_path / "adapted", steps=20)
     says(result.sentence, "too few documents to tell", "0 test documents of 256 tokens or more")
     assert load_manifest(tmp_path / "adapted" / "data").totals["kept"] == 700
     assert not (tmp_path / "adapted" / "candidates").exists()
@@ -170,21 +117,14 @@ def test_adapt_of_many_documents_without_distant_passages_says_so_before_it_trai
 
 def write_pairs(path, count):
     """Pairs whose texts are no documents of the corpus."""
-    rng = np.random.default_rng(1)
-    texts = [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
-    rows = [{"query": " ".join(text.split()[:3]), "text": text} for text in texts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    texts = [" ".join(words) for words in np.random.default_rng(1).choice(WORDS, (count, 12))]
+    return jsonl(path, [{"query": " ".join(text.split()[:3]), "text": text} for text in texts])
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(
-    ("documents", "queries"),
-    [
-        pytest.param(20, 240, id="too few to train, and no passages"),
-        pytest.param(150, 200, id="too few queries to choose"),
-    ],
+    ("documents", "queries"), [(20, 240), (150, 200)], ids=["too few to train, and no passages", "too few to choose"]
 )
 def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
     encoder, tmp_path, documents, queries, monkeypatch, caplog
@@ -217,35 +157,20 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
 @pytest.mark.usefixtures("session")
 def test_a_third_of_the_pairs_is_trained_on_and_no_query_of_the_others(encoder, tmp_path):
     file, output = write_pairs(tmp_path / "pairs.jsonl", 400), tmp_path / "adapted"
-    result = adapt(
-        encoder, corpus(tmp_path / "documents.jsonl", 150), output, pairs=str(file), train_on_pairs=True, steps=20
-    )
-    pairs, queries = read_test(file), {}
-    for part in ("development", "test", "train"):
-        queries[part] = {pairs.queries[place] for place in pairs.places(part, 0, train=True)}
-    trained = [json.loads(line) for line in (output / "training-pairs.jsonl").read_text().splitlines()]
-    assert {pair["query"] for pair in trained} == queries["train"]
-    assert load_manifest(output / "pairs").totals["kept_train"] == len(queries["train"])
+    documents, pairs = corpus(tmp_path / "documents.jsonl", 150), read_test(file)
+    result = adapt(encoder, documents, output, pairs=str(file), train_on_pairs=True, steps=20)
+    queries = {pairs.queries[place] for place in pairs.places("train", 0, train=True)}
+    rows = [json.loads(line) for line in (output / "training-pairs.jsonl").read_text().splitlines()]
+    assert {row["query"] for row in rows} == queries
+    assert load_manifest(output / "pairs").totals["kept_train"] == len(queries)
     assert result.verdict.comparison.rows == pairs.part("test", 0, train=True).num_answers
     assert [row.name for row in result.rows if row.kind == "candidate"] == list(ORDER)
     lines = (output / "candidates" / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum("pairs_contrastive" in json.loads(line) for line in lines) == 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Counting(TransformerEncoder):
-    """Remembers how many texts were cut into windows."""
-
-    asked: list = dataclasses.field(default_factory=list)
-
-    def windows(self, texts):
-        self.asked.append(len(texts))
-        return super().windows(texts)
-
-
 def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path):
-    start = load_transformer(str(encoder))
-    counting = Counting(**{field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
+    start, cut = load_transformer(str(encoder)), []
     pairs = read_test(write_pairs(tmp_path / "pairs.jsonl", 120))
     none, recalls = make_passages([], start.tokenizer), {}
     for split in ("development", "test"):
@@ -255,10 +180,13 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
         alone, with_idf = (grouped(row.values[:, 0], row.answers) for row in score_encoder(half, start, lexicon))
         bm25, idf = (grouped(row.values[:, 0], row.answers) for row in score_lexical(half, lexicon))
         assert test.num_rows("pairs") == len(half.queries)
-        assert np.array_equal(test.encoder(counting)["pairs"], alone)
-        assert np.array_equal(test.encoder(counting, with_idf=True)["pairs"], with_idf)
-        assert [found["pairs"].tolist() for found in test.lexical().values()] == [bm25.tolist(), idf.tolist()]
-    assert counting.asked == [len(pairs.texts)]
+        real = TransformerEncoder.windows
+        with patch.object(TransformerEncoder, "windows", autospec=True, side_effect=real) as windows:
+            assert np.array_equal(test.encoder(start)["pairs"], alone)
+            assert np.array_equal(test.encoder(start, with_idf=True)["pairs"], with_idf)
+        cut += [len(call.args[1]) for call in windows.mock_calls]
+        assert [row["pairs"].tolist() for row in test.lexical().values()] == [bm25.tolist(), idf.tolist()]
+    assert cut == [len(pairs.texts)]
 
 
 def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first():
@@ -266,8 +194,7 @@ def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first
     assert keys[_select(keys, np.ones(1000, np.bool_), 500)].tolist() == list(range(500))
     long = keys % 4 == 0
     assert keys[_select(keys, long, 200)].tolist() == list(range(0, 800, 4))
-    some = keys[_select(keys, long, 260)].tolist()
-    assert some == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
+    assert keys[_select(keys, long, 260)].tolist() == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
     assert keys[_select(keys, long, 2000)].tolist() == list(range(1000))
 
 
@@ -277,8 +204,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", 150))
-    docs = tmp_path / "docs"
-    docs.mkdir()
+    (docs := tmp_path / "docs").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     corpus(docs / "long.jsonl", 3, words=400)
     corpus(tmp_path / "tiny.jsonl", 30, words=20)
@@ -325,13 +251,12 @@ def test_an_output_of_adapt_is_no_encoder_but_may_hold_one(tmp_path):
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
     output = tmp_path / "pairs.csv" / "out"
-    given = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(output)]
-    assert main(["adapt", "./no", str(tmp_path), *given]) == 1
-    told = capsys.readouterr().err
-    says(told, "./no", "no such folder")
-    says(told, "query", "text")
-    says(told, "sts-test.csv")
-    assert f"--output {output}: " in told
+    options = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(output)]
+    assert main(["adapt", "./no", str(tmp_path), *options]) == 1
+    errors = capsys.readouterr().err
+    for words in (("./no", "no such folder"), ("query", "text"), ("sts-test.csv",)):
+        says(errors, *words)
+    assert f"--output {output}: " in errors
 
 
 def lower_casing(encoder, folder, normalizer):
@@ -345,22 +270,20 @@ def lower_casing(encoder, folder, normalizer):
     return folder
 
 
+LOWER, SAME = normalizers.Lowercase(), normalizers.NFC()
+
+
 @pytest.mark.parametrize(
-    "normalizer",
-    [
-        normalizers.Lowercase(),
-        normalizers.BertNormalizer(lowercase=True),
-        normalizers.Sequence([normalizers.Lowercase(), normalizers.NFC()]),
-    ],
+    "normalizer", [LOWER, normalizers.BertNormalizer(lowercase=True), normalizers.Sequence([LOWER, SAME])]
 )
 def test_encoder_that_lower_cases_twice_has_the_tokenizer_of_its_file(encoder, tmp_path, normalizer):
     folder = lower_casing(encoder, tmp_path / "start", normalizer)
-    found = load_transformer(str(folder))
-    assert fingerprint(found.tokenizer) == fingerprint(AutoTokenizer.from_pretrained(folder))
-    assert np.array_equal(*found.encode(["WORD1 Word2", "word1 word2"]))
+    start = load_transformer(str(folder))
+    assert fingerprint(start.tokenizer) == fingerprint(AutoTokenizer.from_pretrained(folder))
+    assert np.array_equal(*start.encode(["WORD1 Word2", "word1 word2"]))
 
 
-@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.BertNormalizer(lowercase=False)])
+@pytest.mark.parametrize("normalizer", [SAME, normalizers.BertNormalizer(lowercase=False)])
 def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(encoder, tmp_path, normalizer):
     folder = lower_casing(encoder, tmp_path / "start", normalizer)
     corpus(tmp_path / "docs.jsonl", 3, words=400)

@@ -1,11 +1,11 @@
 """`declutr adapt` of few documents, in five folds, and of passages of one's own."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 from adapting import WORDS, corpus
+from folders import jsonl
 from messages import all_of, says
 from volumes import small_volume
 
@@ -40,19 +40,14 @@ def judged_by_folds(encoder, output, result, name):
     assert [row.name for row in result.rows] == [*baselines, name, hybrid]
     scores = {row.name: row.scores["distant"] for row in result.rows}
     for row, parts in (("start", start), (name, values)):
-        expected = np.nanmean(adaptation_scores.merged(parts)["distant"])
-        assert scores[row] == pytest.approx(expected, abs=1e-6)
+        assert scores[row] == pytest.approx(np.nanmean(adaptation_scores.merged(parts)["distant"]), abs=1e-6)
     assert result.verdict.comparison.rows == len(texts)
     assert result.chosen == name
     says(result.sentence, name, "five fits")
     better = result.verdict.outcome == "better"
-    assert ("one fit on all" in result.sentence) == better
-    assert (
-        len(texts) - FOLDS
-        <= result.facts["training_documents"] * (1 if better else FOLDS / (FOLDS - 1))
-        <= len(texts) + 1
-    )
-    assert (output / "encoder").exists() == (result.verdict.outcome == "better")
+    assert ("one fit on all" in result.sentence) == (output / "encoder").exists() == better
+    number = result.facts["training_documents"] * (1 if better else FOLDS / (FOLDS - 1))
+    assert len(texts) - FOLDS <= number <= len(texts) + 1
 
 
 @pytest.mark.ray
@@ -72,8 +67,7 @@ def test_training_on_few_documents_is_judged_by_fits_that_never_saw_the_document
 def test_a_full_disk_is_told_and_the_same_command_continues(encoder, tmp_path):
     documents = corpus(tmp_path / "documents.jsonl", 120)
     with small_volume(tmp_path / "disk", 16) as volume:
-        documents = shutil.copy(documents, volume.path)
-        output = volume.path / "adapted"
+        documents, output = shutil.copy(documents, volume.path), volume.path / "adapted"
         result = adapt(encoder, documents, output, steps=0)
         judged_by_folds(encoder, output, result, CLOSED)
         shutil.rmtree(output / "folds")
@@ -90,13 +84,9 @@ def sentence(rng, words):
 
 def write_passages(path, documents, each=6):
     """Passages of a first sentence and others, of which documents that have numbers for names take turns."""
-    rng = np.random.default_rng(3)
-    rows = [
-        {"document": number, "text": f"{sentence(rng, 6)} {sentence(rng, 24)}"}
-        for _ in range(each)
-        for number in range(documents)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rng, names = np.random.default_rng(3), [*range(documents)] * each
+    rows = [{"document": number, "text": f"{sentence(rng, 6)} {sentence(rng, 24)}"} for number in names]
+    jsonl(path, rows)
     return rows
 
 
@@ -109,13 +99,10 @@ def test_passages_are_joined_by_document_in_the_order_of_the_file(tmp_path):
     table.write_text("document,text\nb,one\na,two\nb,three\n")
     assert read_passages(table) == {"one\n\nthree": ["one", "three"], "two": ["two"]}
     number = f'{{"document": {"1" * 5000}, "text": "one"}}\n'
-    for content, words in (
-        ("", ("holds no passages",)),
-        ('{"document": 1, "text": 2}\n', ("text",)),
-        (number, ("is not JSON Lines",)),
-    ):
+    cases = {"": "holds no passages", '{"document": 1, "text": 2}\n': "text", number: "is not JSON Lines"}
+    for content, word in cases.items():
         path.write_text(content)
-        with pytest.raises(DataError, match=all_of("passages.jsonl", *words)):
+        with pytest.raises(DataError, match=all_of("passages.jsonl", word)):
             read_passages(path)
 
 
@@ -136,7 +123,13 @@ def test_own_passages_judge_as_they_are_and_stay_what_they_were(encoder, tmp_pat
     rows = write_passages(file, 70)
     result = adapt(encoder, [], output, passages=file, steps=0)
     assert (result.primary, result.chosen, result.verdict.comparison.rows) == ("sentences", CLOSED, 70)
-    assert result.facts["documents"] == 70
+    assert (result.facts["documents"], result.facts["steps"]) == (70, 0)
+    candidates = [*output.glob("folds/*/candidates/*")]
+    assert {path.name for path in candidates} == {"closed-form"}, "nothing was trained"
+    files = [path for folder in candidates for path in folder.rglob("*") if path.suffix in (".json", ".md")]
+    assert len(files) > 5 * FOLDS
+    places = [str(tmp_path), str(encoder)]
+    assert not any(place in path.read_text() for path in files for place in places), "others may get it"
     assert adapt(encoder, [], output, passages=file, steps=0).sentence == result.sentence
     output = output.rename(tmp_path / "moved")
     assert adapt(encoder, [], output, passages=file, steps=0).sentence == result.sentence
@@ -145,5 +138,5 @@ def test_own_passages_judge_as_they_are_and_stay_what_they_were(encoder, tmp_pat
         adapt(encoder, [], output, passages=file, steps=0)
     with pytest.raises(UsageError, match=all_of("another seed", "another folder")):
         adapt(encoder, [], output, passages=file, steps=0, seed=1)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(file, rows)
     assert adapt(encoder, [], output, passages=file, steps=0).looks == 1

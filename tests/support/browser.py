@@ -1,40 +1,25 @@
-"""A real browser for tests of pages: Debian's Chromium, headless, driven by Selenium without any download.
-
-A page is opened from its file or its address. Tests read the console messages and requests from the browser's own logs.
-"""
+"""A real browser for tests of pages: Debian's Chromium, headless, driven by Selenium without any download."""
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-)
+    "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+    "disable-component-update", "disable-sync", "disable-dev-shm-usage", "hide-scrollbars",
+)  # fmt: skip
 
 
 class Browser:
-    """One running browser. `driver` is Selenium's, for everything that has no method here."""
+    def __init__(self, driver):
+        self.driver = driver  # Selenium's, for everything that has no method here
 
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def open(self, page: Path | str, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def open(self, page, width=1200, height=900, dark=False):
         """Loads a file or address in a window whose inside is that many CSS pixels wide; forgets earlier messages."""
-        self.resize(width, height)
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # also below a desktop's 500 pixels
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         self.driver.get("about:blank")
@@ -42,42 +27,29 @@ class Browser:
         self.requests()
         self.driver.get(page if isinstance(page, str) else page.absolute().as_uri())
 
-    def resize(self, width: int, height: int = 900) -> None:
-        """Sets the size of the page's window, also below the 500 pixels that a window of the desktop has at least."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        """What a script in the page returns. Selenium runs it whatever the page's own policy forbids."""
+    def run(self, script, *arguments):
         return self.driver.execute_script(script, *arguments)
 
-    def messages(self) -> list[str]:
+    def messages(self):
         """Console messages since the last call, the browser's own complaints among them."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
-    def requests(self) -> list[str]:
+    def requests(self):
         """Addresses that the page asked for since the last call, refused ones among them."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        asked = [
-            event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
-        ]
-        return [url for url in asked if not url.startswith("chrome:")]  # the browser's own start page
+        sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        return [url for url in sent if not url.startswith("chrome:")]  # the browser's own start page
 
-    def overflow(self) -> int:
-        """Pixels by which the page is wider than its window."""
+    def overflow(self):
         return int(self.run("return document.scrollingElement.scrollWidth - document.documentElement.clientWidth"))
 
-    def boxes(self, selector: str) -> list[tuple[float, float]]:
-        """Width and height of each element that a selector finds, as laid out."""
-        script = (
-            "return [...document.querySelectorAll(arguments[0])].map(e => {const b = e.getBoundingClientRect();"
-            " return [b.width, b.height]})"
-        )
-        return [(width, height) for width, height in self.run(script, selector)]
+    def boxes(self, selector):
+        boxes = "[...document.querySelectorAll(arguments[0])].map(element => element.getBoundingClientRect())"
+        return [*map(tuple, self.run(f"return {boxes}.map(box => [box.width, box.height])", selector))]
 
 
 @contextmanager
-def start_browser(profile: Path) -> Iterator[Browser]:
+def start_browser(profile):
     """Runs Chromium with an empty profile folder; skips the test where Chromium or its driver is not installed."""
     chromium, driver_path = shutil.which("chromium"), shutil.which("chromedriver")
     if not chromium or not driver_path:
@@ -87,8 +59,8 @@ def start_browser(profile: Path) -> Iterator[Browser]:
 
     options = ChromeOptions()
     options.binary_location = chromium
-    for flag in (*_FLAGS, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
+    for flag in (*_FLAGS, f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = Chrome(options=options, service=Service(executable_path=driver_path))
     try:

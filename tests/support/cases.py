@@ -10,12 +10,11 @@ from rows import Rows, clip_rows, image_rows, sentences, text_rows
 from tiny import HALF, OBJECTIVES, SHORT_LENGTHS, VOCABULARY, documents, tiny_encoder
 
 from declutr.trainer.build import used_parameters
-from declutr.trainer.data.batches import RankBatch, collated
+from declutr.trainer.data.batches import collated
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend, embedding_width
 from declutr.trainer.objectives.base import SHARED_ROWS, implementation_of
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext, SpanConfig
@@ -35,52 +34,29 @@ _SPANS = SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12)
 
 @dataclass(frozen=True)
 class Source:
-    """An objective and its rows.
-
-    Attributes:
-        config: settings of the objective.
-        rows: rows of the shards.
-        mode: treatment of short documents.
-        frontend: settings of the patches of images and sounds.
-        shape: values of a patch, patches of a clip, and mean and deviation of values.
-        spans: lengths and numbers of spans.
-        vocabulary: ids of the tokenizer.
-    """
-
     config: ObjectiveConfig
     rows: pa.Table
-    mode: Any = "drop"
+    mode: Any = "drop"  # for short documents
     frontend: FrontendConfig | None = None
-    shape: tuple[int, int, tuple[float, float]] = (0, 0, (0.0, 1.0))
+    shape: tuple = ()  # of a frontend: values of a patch, patches of a clip, and mean and deviation of values
     spans: SpanConfig = _SPANS
     vocabulary: Vocabulary = VOCABULARY
 
 
 @dataclass(frozen=True)
 class Case:
-    """The sources of a run by the names of their tasks; the main one has no name.
-
-    Attributes:
-        sources: the sources.
-        joint: one update of all tasks; else each has its own.
-        encoder: settings of the encoder.
-    """
+    """The sources of a run by the names of their tasks; the main one has no name."""
 
     sources: dict[str, Source]
-    joint: bool = True
+    joint: bool = True  # one update of all tasks; else each has its own
     encoder: dict[str, Any] = field(default_factory=dict)
 
 
 SENTENCES = sentences([5, 12, 30, 7, 3, 1, 18])
-PAIRS = text_rows(
-    [
-        [(5, -1), (4, 0), (9, 2), (3, 1)],
-        [(11, -1), (6, 2), (2, 0)],
-        [(3, -1), (7, 0), (5, 0), (8, 2), (30, 1)],
-        [(9, -1), (1, 2), (4, 0)],
-        [(2, -1), (5, 0), (7, 2)],
-    ]
-)
+PAIRS = text_rows([
+    [(5, -1), (4, 0), (9, 2), (3, 1)], [(11, -1), (6, 2), (2, 0)], [(3, -1), (7, 0), (5, 0), (8, 2), (30, 1)],
+    [(9, -1), (1, 2), (4, 0)], [(2, -1), (5, 0), (7, 2)],
+])  # fmt: skip
 ASKING = {"vocabulary": replace(VOCABULARY, prompt=(40,), query_prompt=(41, 42))}
 _SIZES = {"sizes": [4, "all", 9], "weights": [0.5, 1.0, 2.0]}
 _COPIES = {"mlm_loss_weight": 0.1, "masking": HALF, "temperature": 0.2}
@@ -99,48 +75,32 @@ TEXTS = {
     "scl with sizes": Source(SclConfig(contrastive_weight=0.4, matryoshka=_SIZES), PAIRS),
     "scl with draws": Source(SclConfig(contrastive_weight=0.4, positives=2, negatives=3), PAIRS),
 }
-_MEDIA = SupconConfig(
-    temperature=0.2,
-    masks=MaskConfig(freq_mask=2, time_mask=3),
-    mixup=0.6,
-    matryoshka={"sizes": [5, "all"], "weights": [0.3, 1.0]},
-)
+_MASKS, _MEDIA_SIZES = MaskConfig(freq_mask=2, time_mask=3), {"sizes": [5, "all"], "weights": [0.3, 1.0]}
+_MEDIA = SupconConfig(temperature=0.2, masks=_MASKS, mixup=0.6, matryoshka=_MEDIA_SIZES)
+_IMAGES, _CLIPS = image_rows([(12, 10), (9, 9), (8, 15), (20, 8)]), clip_rows([9, 4, 13, 2, 7])
+_PATCHES, _FRAMES = FrontendConfig(patch_size=(4, 4), image_size=8), FrontendConfig(patch_size=(3, 2), positions=False)
 AUXILIARY = {
-    "image": Source(
-        _MEDIA,
-        image_rows([(12, 10), (9, 9), (8, 15), (20, 8)]),
-        frontend=FrontendConfig(patch_size=(4, 4), image_size=8),
-        shape=(48, 4, (0.5, 0.5)),
-    ),
-    "audio": Source(
-        _MEDIA,
-        clip_rows([9, 4, 13, 2, 7]),
-        frontend=FrontendConfig(patch_size=(3, 2), positions=False),
-        shape=(6, 12, (0.0, 1.0)),
-    ),
+    "image": Source(_MEDIA, _IMAGES, frontend=_PATCHES, shape=(48, 4, (0.5, 0.5))),
+    "audio": Source(_MEDIA, _CLIPS, frontend=_FRAMES, shape=(6, 12, (0.0, 1.0))),
     "more": Source(SimcseConfig(), sentences([4, 9, 6, 11], seed=1)),
 }
-LENGTHS = [48, 70, 49, 131, 60]
-PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
+LENGTHS, PROJECTION = [48, 70, 49, 131, 60], {"projection": {"kind": "mlp", "size": 6}}
 
 
-def of_documents(objective: str, mode: Any = "drop", number: int = 5) -> Case:
-    """DeCLUTR on this many documents."""
+def of_documents(objective, mode="drop", number=5):
     rows = documents(SHORT_LENGTHS.get(mode, LENGTHS)[:number], 12, mode=mode)
     return Case({"": Source(DeclutrConfig(**OBJECTIVES[objective]), rows, mode)}, encoder=PROJECTION)
 
 
-def of_queries(mode: Any = "drop") -> Case:
+def of_queries(mode="drop"):
     """DeCLUTR, half of whose anchors are queries with a prompt of their own."""
     spans = _SPANS.model_copy(update={"query_share": 0.5, "query_tokens": (1, 3)})
     rows = documents(SHORT_LENGTHS.get(mode, LENGTHS), 12, mode=mode)
     return Case({"": Source(DeclutrConfig(**OBJECTIVES["both"]), rows, mode, spans=spans, **ASKING)})
 
 
-def of_tasks(*names: str, joint: bool) -> Case:
-    """SimCSE with auxiliary tasks."""
-    main = Source(SimcseConfig(), sentences([5, 12, 9, 7, 3]))
-    return Case({"": main} | {name: AUXILIARY[name] for name in names}, joint)
+def of_tasks(*names, joint):
+    return Case({"": Source(SimcseConfig(), sentences([5, 12, 9, 7, 3]))} | {n: AUXILIARY[n] for n in names}, joint)
 
 
 CASES = {
@@ -159,10 +119,7 @@ CASES = {
 }
 
 
-def task_of(
-    encoder: Encoder, name: str, source: Source, comm: Communicator | None = None, **settings: Any
-) -> TrainTask:
-    """The task of a source; `settings` are its own."""
+def task_of(encoder, name, source, comm=None, **settings):
     context = RunContext(len(name), source.spans, len(source.rows), source.mode, source.frontend)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3 + len(name))
@@ -174,49 +131,20 @@ def task_of(
     if source.frontend is not None:
         values, places, normal = source.shape
         frontend = Frontend(source.frontend, values, places, embedding_width(encoder.model), 5, normal).double()
-    return TrainTask(
-        encoder=encoder,
-        objective=objective,
-        comm=comm or Communicator(),
-        seed=context.seed,
-        name=name,
-        frontend=frontend,
-        **settings,
-    )
+    settings |= {"comm": comm or Communicator(), "seed": context.seed, "name": name, "frontend": frontend}
+    return TrainTask(encoder=encoder, objective=objective, **settings)
 
 
 def train_steps_of(
-    case: Case,
-    comm: Communicator | None = None,
-    tokens: int | None = None,
-    sharded: bool = False,
-    shared_rows: int = SHARED_ROWS,
-    norm: float = 1.0,
-    weight: float = 0.7,
-    lr: float = 1e-2,
-    **settings: Any,
-) -> list[TrainStep]:
-    """The train steps of a case as `build_train_steps` makes them, on one encoder.
+    case, comm=None, tokens=None, sharded=False, shared_rows=SHARED_ROWS, norm=1.0, weight=0.7, lr=1e-2, **settings
+):
+    """The train steps of a case as `build_train_steps` makes them, on one encoder, whose are the other settings.
 
-    Args:
-        case: the case.
-        comm: the workers.
-        tokens: limit of a microbatch.
-        sharded: parameters are sharded.
-        shared_rows: views above which each worker computes a share of the loss.
-        norm: largest norm of the gradient.
-        weight: of auxiliary tasks.
-        lr: learning rate of auxiliary tasks.
-        settings: of the encoder.
+    `tokens` limits a microbatch, `norm` the gradient; `weight` and `lr` are of auxiliary tasks.
     """
     encoder = tiny_encoder(**({"dropout": 0.2, "attention_dropout": 0.1} | case.encoder | settings))
-    tasks = [
-        task_of(
-            encoder, name, source, comm, microbatch=Microbatch(tokens), weight=weight if name else 1.0,
-            shared_rows=shared_rows,
-        )
-        for name, source in case.sources.items()
-    ]  # fmt: skip
+    own, sources = {"microbatch": Microbatch(tokens), "shared_rows": shared_rows}, case.sources.items()
+    tasks = [task_of(encoder, n, source, comm, weight=weight if n else 1.0, **own) for n, source in sources]
     if sharded:
         shard(encoder, tasks[0].comm)
     train_steps = []
@@ -228,25 +156,21 @@ def train_steps_of(
     return train_steps
 
 
-def collator_of(task: TrainTask, vocabulary: Vocabulary = VOCABULARY) -> Any:
-    """The collator of a task; spans of documents end at 10 tokens, texts at 30."""
+def collator_of(task, vocabulary=VOCABULARY):
     return task.objective.collator(vocabulary, 10 if isinstance(task.objective, Declutr) else 30)
 
 
-def rows_of(task: TrainTask, source: Source, start: int, end: int, epoch: int) -> pa.Table:
-    """Rows of a source as the task's collator gets them."""
+def rows_of(task, source, start, end, epoch):
     epochs, fetch = np.full(end - start, epoch), getattr(collator_of(task, source.vocabulary), "fetch", None)
     return fetched(Rows(source.rows), np.arange(start, end), epochs, fetch)
 
 
-def batch_of(case: Case, train_steps: list[TrainStep], epoch: int = 1, unit: int | None = None) -> dict[str, RankBatch]:
+def batch_of(case, train_steps, epoch=1, unit=None):
     """This worker's share of each task's batch; with `unit` in canonical microbatches of as many documents."""
     batch = {}
     for task in (task for train_step in train_steps for task in train_step.tasks):
         source, total = case.sources[task.name], len(case.sources[task.name].rows)
         start, end = Plan(0, total, total, unit).slice(task.comm.rank, task.comm.size)
-        rows = rows_of(task, source, start, end, epoch)
-        batch[task.name] = collated(
-            collator_of(task, source.vocabulary), rows, np.full(end - start, epoch), start, unit
-        )
+        rows, epochs = rows_of(task, source, start, end, epoch), np.full(end - start, epoch)
+        batch[task.name] = collated(collator_of(task, source.vocabulary), rows, epochs, start, unit)
     return batch

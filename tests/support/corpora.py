@@ -7,7 +7,7 @@ import io
 import json
 import lzma
 import tarfile
-from pathlib import Path
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,12 +16,8 @@ from processes import run_python
 from declutr.pipeline.job.units import UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document, FilesCorpus
 
-COMPRESSORS = {
-    "gz": gzip.compress,
-    "xz": lzma.compress,
-    "bz2": bz2.compress,
-    "zst": lambda data: pa.compress(data, "zstd", asbytes=True),
-}
+COMPRESSORS = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+COMPRESSORS["zst"] = partial(pa.compress, codec="zstd", asbytes=True)
 
 
 def tar(members, *, format=tarfile.GNU_FORMAT):
@@ -31,12 +27,10 @@ def tar(members, *, format=tarfile.GNU_FORMAT):
         for name, content in members:
             info = tarfile.TarInfo(name)
             if isinstance(content, str):
-                info.type = getattr(tarfile, content)
-                info.linkname = "/etc/passwd" if content in ("SYMTYPE", "LNKTYPE") else ""
-                archive.addfile(info)
-            else:
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+                info.type, content = getattr(tarfile, content), b""
+                info.linkname = "/etc/passwd" if info.type in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
     return target.getvalue()
 
 
@@ -45,18 +39,15 @@ def openwebtext(num_subsets, num_documents):
     members = [("openwebtext", "DIRTYPE")]
     for subset in range(num_subsets):
         texts = [(f"{number:07d}-{subset:032x}.txt", text_of(subset, number)) for number in range(num_documents)]
-        data = lzma.compress(tar(texts), preset=0)
-        members.append((f"openwebtext/urlsf_subset{subset:02d}-{subset}_data.xz", data))
+        members.append((f"openwebtext/urlsf_subset{subset:02d}-{subset}_data.xz", lzma.compress(tar(texts), preset=0)))
     return members
 
 
 def text_of(subset, number):
-    """A document of OpenWebText: several lines."""
     return (f"Title {subset}/{number}\n\n" + f"Sentence {number * 31 % 97} of it. " * (number % 50 + 1)).encode()
 
 
-def files(*paths: Path, **changes) -> FilesCorpus:
-    """A corpus of these files."""
+def files(*paths, **changes):
     return FilesCorpus(kind="files", paths=[str(path) for path in paths], **changes)
 
 
@@ -66,8 +57,7 @@ def read_all(corpus, unit_mib=64.0):
     assert not problems
     records = []
     for unit in units:
-        reader = UnitReader(unit, corpus)
-        seen = 0
+        reader, seen = UnitReader(unit, corpus), 0
         for record in reader:
             records.append(record)
             assert seen <= reader.bytes_read <= unit.num_bytes
@@ -77,29 +67,27 @@ def read_all(corpus, unit_mib=64.0):
 
 
 def outcomes(records):
-    """(source, text or reason) of each record."""
     return [(r.source, r.text if isinstance(r, Document) else r.reason) for r in records]
 
 
 TEXT = "the span of a document is encoded and the mean of its tokens is pulled to an anchor nearby"
 
 
-def sentence(number: int, num_words: int) -> str:
-    """Text that differs from that of any other number."""
+def sentence(number, num_words):
     words = TEXT.split()
     return " ".join(f"{words[(number * 7 + i * i) % len(words)]}{number if i == 0 else ''}" for i in range(num_words))
 
 
-def write_table(path: Path, table, rows=None, **options):
+def write_table(path, table, rows=None, **options):
     """Writes Parquet, an Arrow stream (`.stream.arrow`) or an Arrow file by the suffix, in groups of `rows` rows."""
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=rows, **options)
-        return
-    with (pa.ipc.new_stream if ".stream" in path.name else pa.ipc.new_file)(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
+    else:
+        with (pa.ipc.new_stream if ".stream" in path.name else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
 
 
-def write_records(path: Path, rows: list[dict], group_rows: int = 2) -> Path:
+def write_records(path, rows, group_rows=2):
     """Writes rows by the suffix: a table, JSON lines, CSV, a text in each line, or an archive of a file for each."""
     stem, _, suffix = path.name.rpartition(".")
     if suffix in COMPRESSORS:
@@ -132,23 +120,23 @@ from declutr.pipeline.job.units import UnitReader, plan_units
 path, fixed = sys.argv[1:]
 corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
 units, problems = plan_units(corpus, 1e6)
-found, size = Counter(), 0
+outcomes, size = Counter(), 0
 for unit in units:
     for record in UnitReader(unit, corpus):
         good = isinstance(record, Document)
-        found["document" if good else record.reason] += 1
+        outcomes["document" if good else record.reason] += 1
         size += len(record.text.encode()) if good else 0
 status = Path("/proc/self/status")
 if status.exists():  # Linux: ru_maxrss remembers the process that started this one, too
     peak_kib = int(status.read_text().partition("VmHWM:")[2].split()[0])
 else:
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-print(json.dumps([problems, found, size, peak_kib // 1024]))
+print(json.dumps([problems, outcomes, size, peak_kib // 1024]))
 """
 
 
-def measured(path: Path, format="auto") -> tuple[dict[str, int], int, int]:
+def measured(path, format="auto"):
     """Records by outcome, bytes of text and peak MiB of a process that reads the path."""
-    problems, found, size, peak_mib = json.loads(run_python("-c", MEASURE, path, format).stdout)
+    problems, *result = json.loads(run_python("-c", MEASURE, path, format).stdout)
     assert not problems
-    return found, size, peak_mib
+    return result

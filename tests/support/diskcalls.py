@@ -19,11 +19,11 @@ def _name(path, dir_fd=None):
 
 def record(call, of):
     real = getattr(os, call)
-    def recorded(*given, **options):
+    def recorded(*arguments, **options):
         if len(calls) == kill_before:
             os._exit(9)
-        names = of(*given, **options)
-        result = real(*given, **options)
+        names = of(*arguments, **options)
+        result = real(*arguments, **options)
         calls.append([call, *names])
         return result
     setattr(os, call, recorded)
@@ -53,7 +53,7 @@ for number in range(int(sys.argv[2])):
 """
 
 
-def _run(code: str, folder: Path, times: int) -> list[list[str]]:
+def _run(code, folder, times):
     """The calls of a whole `act`, after which it runs again, killed before its first call, its second, and so on."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc to name the files")
@@ -61,13 +61,13 @@ def _run(code: str, folder: Path, times: int) -> list[list[str]]:
     return json.loads(run_python("-c", _RECORDER + code + _RUNS, folder.resolve(), times, timeout=120).stdout)
 
 
-def disk_calls(code: str, folder: Path) -> list[list[str]]:
+def disk_calls(code, folder):
     """Renames, deletions and fsyncs of `act(here)` after `prepare(here)`, which `code` defines, with their paths."""
     return _run(code, folder, 1)
 
 
-def killed_before_each(code: str, folder: Path) -> list[Path]:
+def killed_before_each(code, folder):
     """The folders of `act`, killed before its first call, its second, and so on; none is finished."""
     number = len(disk_calls(code, folder / "whole"))
     _run(code, folder / "killed", number + 1)
-    return [folder / "killed" / str(1 + each) for each in range(number)]
+    return [folder / "killed" / str(place) for place in range(1, number + 1)]

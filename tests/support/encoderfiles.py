@@ -9,14 +9,12 @@ POOLING, DENSE, SENTENCES = "1_Pooling/config.json", "2_Dense/config.json", "con
 BERT, WEIGHTS = "sentence_bert_config.json", "2_Dense/model.safetensors"
 
 
+def _settings(path):
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def keys(file, **values):
-    """Sets these keys of a file of settings."""
-
-    def change(folder):
-        before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-        write(folder / file, before | values)
-
-    return change
+    return lambda folder: write(folder / file, _settings(folder / file) | values)
 
 
 def text(name, content):
@@ -36,8 +34,6 @@ def pipe(name):
 
 
 def modules(change):
-    """Changes the entries of modules.json."""
-
     def write_entries(folder):
         entries = json.loads((folder / "modules.json").read_text())
         write(folder / "modules.json", change(entries) or entries)

@@ -1,29 +1,15 @@
 """A file server over real HTTP on this machine that can break off."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 from serving import Handler, serving
 
 
-class Served:
-    """What is served and what was asked for.
-
-    Attributes:
-        files: content by path (without the leading slash); may be changed while the server runs.
-        break_after: connections still to be broken, with the number of bytes each gets.
-        requests: the path of every request.
-    """
-
-    def __init__(self, files):
-        self.files = dict(files)
-        self.break_after = []
-        self.requests = []
-        self.address = ""
-
-
 @contextmanager
 def file_server(files):
-    served = Served(files)
+    """Serves `files` by path, which may change meanwhile; the next connections break after `break_after` bytes."""
+    served = SimpleNamespace(files=dict(files), break_after=[], requests=[])
 
     class Files(Handler):
         def do_GET(self):
@@ -31,14 +17,13 @@ def file_server(files):
             served.requests.append(path)
             content = served.files.get(path)
             if content is None:
-                self.send_error(404)
-                return
+                return self.send_error(404)
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if served.break_after:
                 content, self.close_connection = content[: served.break_after.pop(0)], True
-            self.wfile.write(content)
+            return self.wfile.write(content)
 
     with serving(Files) as host:
         served.address = f"http://{host}"

@@ -15,29 +15,28 @@ TEXTS = [
     *(f"{'word ' * (number % 17)}{number} and more" for number in range(60)),
 ]  # fmt: skip
 _SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+_SHAPE |= {"max_position_embeddings": 24, "initializer_range": 0.3}
+_SMALL = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 24}
 
 
 def encoder_folder(folder, family="roberta", pooling="mean", after=(), max_tokens=20, **options):
     """Writes the folder; `after` names what follows pooling: Dense, Normalize. `options` are of the whole model."""
     tokenizer = train_tokenizer(TEXTS * 3, 300)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep")}
-    settings = _SHAPE | {"max_position_embeddings": 24, "initializer_range": 0.3}
-    if family == "distilbert":
-        settings = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 24}
+    settings = _SMALL if family == "distilbert" else _SHAPE
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModel.from_config(AutoConfig.for_model(family, vocab_size=len(tokenizer), **ids, **settings))
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
-        size = 32
+        modules, size = [("Transformer", ""), ("Pooling", "1_Pooling")], 32
         for number, kind in enumerate(after, start=2):
             modules.append((kind, f"{number}_{kind}"))
             (folder / f"{number}_{kind}").mkdir()
             if kind == "Dense":
                 layer = torch.nn.Linear(size, 12)
-                settings = {"in_features": size, "out_features": 12, "bias": True}
-                settings |= {"activation_function": "torch.nn.modules.activation.Tanh"}
+                tanh = {"activation_function": "torch.nn.modules.activation.Tanh"}
+                settings = {"in_features": size, "out_features": 12, "bias": True} | tanh
                 write(folder / f"{number}_{kind}/config.json", settings)
                 weights = {f"linear.{name}": value.detach() for name, value in layer.named_parameters()}
                 save_file(weights, folder / f"{number}_{kind}/model.safetensors")
@@ -64,12 +63,10 @@ def static_folder(folder, vectors):
 
 
 def module(kind, path, number=0):
-    """An entry of modules.json."""
     return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
 
 
 def jsonl(path, rows):
-    """Writes rows as JSON Lines; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

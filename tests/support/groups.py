@@ -6,10 +6,8 @@ import multiprocessing
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,27 +16,15 @@ from declutr.trainer.parallel.communicator import Communicator
 
 # Ranks are forked from a server that has imported the slow packages once and has run nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")
+_MODELS = "transformers.models.roberta.modeling_roberta"
 _CONTEXT.set_forkserver_preload(
-    [
-        "torch.distributed",
-        "declutr.trainer.step.step",
-        "transformers.models.roberta.modeling_roberta",
-        "pandas",
-        "pytest",
-        "scipy.stats",
-    ]
+    ["torch.distributed", "declutr.trainer.step.step", _MODELS, "pandas", "pytest", "scipy.stats"]
 )
 _TIMEOUT_SECONDS = 120
 
 
-def run_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Results of `function(comm, *arguments)` of `size` processes, in rank order.
-
-    Args:
-        size: number of processes.
-        function: a module-level function of a test file.
-        arguments: what torch.save can write.
-    """
+def run_group(size, function, *arguments):
+    """Results of `function(comm, *arguments)`, a function of a test file, of `size` processes, in rank order."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.save(arguments, folder / "arguments.pt")
@@ -57,7 +43,7 @@ def run_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _rank(rank: int, size: int, target: tuple[str, str], name: str, path: list[str]) -> None:
+def _rank(rank, size, target, name, path):
     folder = Path(name)
     sys.path[:] = path
     torch.set_num_threads(1)
@@ -65,16 +51,10 @@ def _rank(rank: int, size: int, target: tuple[str, str], name: str, path: list[s
         spec = importlib.util.spec_from_file_location(f"rank_{Path(target[0]).stem}", target[0])
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=_TIMEOUT_SECONDS // 2),
-        )
+        place, timeout = f"file://{folder / 'rendezvous'}", timedelta(seconds=_TIMEOUT_SECONDS // 2)
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timeout)
         arguments = torch.load(folder / "arguments.pt", weights_only=False)
-        result = getattr(module, target[1])(Communicator(rank, size), *arguments)
-        torch.save(result, folder / f"result{rank}.pt")
+        torch.save(getattr(module, target[1])(Communicator(rank, size), *arguments), folder / f"result{rank}.pt")
         dist.destroy_process_group()
     except BaseException:  # the parent shows it
         (folder / f"error{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")

@@ -7,8 +7,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from serving import Handler, serving
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
-CONVERTED_SHA = "f" * 40
+SHA, CONVERTED_SHA = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 _API = re.compile(r"/api/datasets/(owner/\w+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
 _FILE = re.compile(r"/datasets/(owner/\w+)/resolve/([^/]+)/(.+)$")
 
@@ -18,9 +17,7 @@ def hub_server(datasets):
     """Serves `{"owner/name": {"main": {path: bytes}, "refs/convert/parquet": {...}, "card": {...}}}` at an address."""
 
     def files_of(name, revision):
-        dataset = datasets.get(name, {})
-        by_revision = {SHA: "main", CONVERTED_SHA: "refs/convert/parquet"}
-        return dataset.get(by_revision.get(revision, revision))
+        return datasets.get(name, {}).get({SHA: "main", CONVERTED_SHA: "refs/convert/parquet"}.get(revision, revision))
 
     class Hub(Handler):
         def missing(self, what):
@@ -28,26 +25,21 @@ def hub_server(datasets):
 
         def do_GET(self):
             path = unquote(urlsplit(self.path).path)
-            if found := _API.match(path.replace("refs/convert/parquet", "refs%convert%parquet")):
-                self.describe(found[1], found[2], (found[3] or "main").replace("%", "/"), found[4] or "")
-            elif found := _FILE.match(path):
-                files = files_of(found[1], found[2]) or {}
-                if found[3] not in files:
-                    self.missing("EntryNotFound")
-                else:
-                    self.content(files[found[3]], found[2])
-            else:
-                self.missing("RepoNotFound")
+            if match := _API.match(path.replace("refs/convert/parquet", "refs%convert%parquet")):
+                return self.describe(match[1], match[2], (match[3] or "main").replace("%", "/"), match[4] or "")
+            if match := _FILE.match(path):
+                files = files_of(match[1], match[2]) or {}
+                return self.content(files[match[3]], match[2]) if match[3] in files else self.missing("EntryNotFound")
+            return self.missing("RepoNotFound")
 
         do_HEAD = do_GET
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-            found = _API.match(unquote(urlsplit(self.path).path))
-            files = files_of(found[1], found[3]) or {}
-            wanted = parse_qs(body).get("paths") or json.loads(body if body.startswith("{") else "{}").get("paths", [])
-            entries = [self.entry(name, files[name]) for name in wanted if name in files]
-            self.answer(200, entries)
+            match = _API.match(unquote(urlsplit(self.path).path))
+            files = files_of(match[1], match[3]) or {}
+            paths = parse_qs(body).get("paths") or json.loads(body if body.startswith("{") else "{}").get("paths", [])
+            self.answer(200, [self.entry(name, files[name]) for name in paths if name in files])
 
         def entry(self, name, data):
             return {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
@@ -69,10 +61,10 @@ def hub_server(datasets):
 
         def content(self, data, commit):
             headers = [("ETag", '"x"'), ("X-Repo-Commit", commit), ("Accept-Ranges", "bytes")]
-            asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if asked is None:
+            part = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if part is None:
                 return self.answer(200, data, headers)
-            start, stop = int(asked[1]), min(int(asked[2] or len(data) - 1), len(data) - 1)
+            start, stop = int(part[1]), min(int(part[2] or len(data) - 1), len(data) - 1)
             where = f"bytes {start}-{stop}/{len(data)}"
             return self.answer(206, data[start : stop + 1], [*headers, ("Content-Range", where)])
 

@@ -1,7 +1,6 @@
 """Several hosts on this machine: network, process and mount namespaces, an SSH server and a home folder each.
 
-All of it belongs to one process. When that process ends, the kernel ends every process, network device and mount of
-every host. Nothing has a name outside: no `ip netns`, no device on this machine, no mount that others see.
+All of it belongs to one process: when that ends, the kernel ends every process, network device and mount of every host.
 """
 
 import os
@@ -9,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from processes import until
 
+_SPACES = ["--net", "--pid", "--mount"]
+_UNSHARE = ["unshare", *_SPACES, "--fork", "--kill-child", "--mount-proc"]
 TOOLS = {"sshd": "openssh-server", "rsync": "rsync", "ip": "iproute2", "unshare": "util-linux", "ss": "iproute2"}
 
 # $1 the host's folder, $2 its address, then the folders that stay visible below what is covered. As process 1 of its
@@ -63,38 +62,27 @@ Subsystem sftp internal-sftp
 """
 
 
-def missing() -> str | None:
-    """Reason why such hosts cannot be made here; None if they can."""
+def missing():
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "namespaces and an SSH server need root on Linux"
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
     absent = sorted({package for tool, package in TOOLS.items() if not shutil.which(tool, path=path)})
     if absent:
         return f"not installed: {', '.join(absent)}"
-    trial = subprocess.run(
-        ["unshare", "--net", "--pid", "--mount", "--fork", "ip", "link", "add", "trial", "type", "bridge"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["unshare", *_SPACES, "--fork", "ip", "link", "add", "trial", "type", "bridge"]
+    trial = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"no namespaces here: {trial.stderr.strip()}" if trial.returncode else None
 
 
-def _child(pid: int) -> int | None:
-    """The only child of a process; None if it has none yet."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return None
-    return int(children[0]) if children else None
+def _child(pid):
+    with suppress(FileNotFoundError, IndexError):
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    return None
 
 
 class Host:
-    """One host: run commands on it, look at its processes, kill it."""
-
-    def __init__(self, lab: "Lab", name: str, address: str) -> None:
-        self.name, self.address = name, address
-        self.folder = lab.folder / name
+    def __init__(self, lab, name, address):
+        self.name, self.address, self.folder = name, address, lab.folder / name
         self.home = self.folder / "root"
         for folder in (self.home / ".ssh", self.folder / "tmp"):
             folder.mkdir(parents=True)
@@ -104,14 +92,10 @@ class Host:
         shutil.copy(lab.folder / "host_key", self.folder / "host_key")
         (self.folder / "host_key").chmod(0o600)
         (self.folder / "sshd_config").write_text(SSHD.format(address=address, host=self.folder))
-        unshare = ["unshare", "--net", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
-        boot = ["bash", "-c", BOOT, "boot", str(self.folder), address, *lab.kept]
-        self.process = subprocess.Popen(
-            ["nsenter", "-t", str(lab.pid), "--net", "--pid", "--mount", *unshare, *boot],
-            stdin=subprocess.DEVNULL,
-            stdout=(self.folder / "boot.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        boot = [*_UNSHARE, "--uts", "bash", "-c", BOOT, "boot", str(self.folder), address, *lab.kept]
+        output = {"stdout": (self.folder / "boot.log").open("w"), "stderr": subprocess.STDOUT}
+        command = ["nsenter", "-t", str(lab.pid), *_SPACES, *boot]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **output)
         below = until(lambda: _child(self.process.pid), name)
         self.pid = until(lambda: _child(below), name)
         until(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "bash\n", name)
@@ -119,37 +103,25 @@ class Host:
         lab.run("ip", "link", "set", f"v-{name}", "master", "switch", "up")
         until((self.folder / "ready").exists, f"{name} ({(self.folder / 'boot.log').read_text()})")
 
-    def command(
-        self, *command: object, env: Mapping[str, str] | None = None, folder: Path = Path("/root")
-    ) -> list[str]:
+    def command(self, *command, env=None, folder=Path("/root")):
         """Make arguments for `subprocess`: that command on this host, with a clean environment."""
         path = f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         variables = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"} | dict(env or {})
-        enter = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--uts", f"--wdns={folder}"]
+        enter = ["nsenter", "-t", str(self.pid), *_SPACES, "--uts", f"--wdns={folder}"]
         return [*enter, "env", "-i", *(f"{key}={value}" for key, value in variables.items()), *map(str, command)]
 
-    def run(self, *command: object, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run it to its end; return the finished process with its output."""
-        return subprocess.run(
-            self.command(*command, **options),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+    def run(self, *command, timeout=300, **options):
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.run(self.command(*command, **options), **streams, timeout=timeout, check=False)
 
-    def may_connect(self, key: Path) -> None:
-        """Give it the key that every host admits."""
+    def may_connect(self, key):
         (self.home / ".ssh" / "id_ed25519").write_bytes(key.read_bytes())
         (self.home / ".ssh" / "id_ed25519").chmod(0o600)
 
-    def titles(self) -> list[str]:
-        """List the titles of the processes that run on it."""
+    def titles(self):
         return self.run("ps", "-axww", "-o", "command=").stdout.splitlines()
 
-    def kill(self) -> None:
+    def kill(self):
         """End everything on it at once, as when a spot instance is taken back without notice."""
         os.kill(self.pid, signal.SIGKILL)
         self.process.wait(timeout=20)
@@ -158,57 +130,44 @@ class Host:
 class Lab:
     """A context manager: a switch and the hosts connected to it. Nothing is left when it ends."""
 
-    def __init__(self, folder: Path, keep: Sequence[str | Path]) -> None:
-        self.folder = folder
-        self.hosts: dict[str, Host] = {}
+    def __init__(self, folder, keep):
+        self.folder, self.hosts = folder, {}
         # what hosts must see although it lies below /root or /tmp, outermost first
         real = {os.path.realpath(path) for path in (folder, *keep, sys.prefix, sys.base_prefix)}
         self.kept = sorted(real | {sys.prefix, sys.base_prefix}, key=len)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.key = self.folder / "key"
         for path in (self.key, self.folder / "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
         script = f"mount --bind '{self.folder}' '{self.folder}'; ip link set lo up"
         script += "; ip link add switch type bridge; ip link set switch up; exec sleep infinity"
-        unshare = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-        self.process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", script], stdin=subprocess.DEVNULL
-        )
+        command = ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, "sh", "-c", script]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.pid = until(lambda: _child(self.process.pid), "the switch")
         until(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "sleep\n", "the switch")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.process.kill()
         self.process.wait(timeout=20)
         for host in self.hosts.values():
             host.process.wait(timeout=20)
 
-    def add(self, name: str, address: str) -> Host:
-        """Start a host."""
+    def add(self, name, address):
         self.hosts[name] = Host(self, name, address)
         return self.hosts[name]
 
-    def run(self, *command: str) -> None:
-        """Run a command in the namespace of the switch."""
+    def run(self, *command):
         subprocess.run(["nsenter", "-t", str(self.pid), "--net", *command], check=True)
 
-    def left(self) -> list[str]:
-        """List what is still there: processes that see its mounts, and devices that this machine sees.
-
-        Numbers of namespaces are no sign, because the kernel gives them to others as soon as they are free.
-        """
-        found = []
+    def left(self):
+        """List what is still there: processes that see its mounts, and devices that this machine sees."""
+        processes = []
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):  # it ended meanwhile
                 if str(self.folder) in (folder / "mountinfo").read_text():
-                    found.append(f"process {folder.name}: {(folder / 'cmdline').read_bytes()!r}")
-            except OSError:  # it ended meanwhile
-                continue
+                    processes.append(f"process {folder.name}: {(folder / 'cmdline').read_bytes()!r}")
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-        found += [line for line in links.splitlines() if " switch" in line or " v-" in line]
-        return found
+        return processes + [line for line in links.splitlines() if " switch" in line or " v-" in line]

@@ -21,13 +21,11 @@ from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
 from declutr.trainer.worker.loop import take as take_updates
 
-RARE = 62
-"""A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
-BAD = {2, 5}
+RARE, BAD = 62, {2, 5}
+"""A token whose embedding cannot be squared, so that its batch has a bad loss, and the steps that have such a batch."""
 
 
 def four_documents(folder):
-    """Shards for the manifest alone."""
     write_prepared(folder, [[Row(f"words of a document, the {number}th of four") for number in range(4)]])
     return folder
 
@@ -40,28 +38,16 @@ def worker(run, comm=None, total_steps=6, **changes):
     objective = DeclutrConfig(terms="contrastive", queue_size=6)
     train_step = tiny_train_step(encoder, objective, comm=comm or Communicator(), total_steps=total_steps)
     skips = NonFiniteLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps)
-    train_step = dataclasses.replace(train_step, nonfinite_losses=skips)
-    return loop_of(config, run, train_step, run / "data")
+    return loop_of(config, run, dataclasses.replace(train_step, nonfinite_losses=skips), run / "data")
 
 
 def loop_of(config, run, train_step, data):
-    """The loop of a worker, without batches and validation."""
-    heartbeat = Heartbeat(train_step.comm.rank, train_step.comm.size)
-    hashes = {"": data_hash(load_manifest(data))}
+    heartbeat, hashes = Heartbeat(train_step.comm.rank, train_step.comm.size), {"": data_hash(load_manifest(data))}
     identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
     checkpointing = Checkpointing(config, run, identity, hashes, [train_step], heartbeat)
-    return TrainingLoop(
-        config,
-        run,
-        torch.device("cpu"),
-        [train_step],
-        checkpointing,
-        prefetch=lambda done: Prefetcher(iter(())),  # noqa: ARG005
-        validator=None,
-        stop=lambda: False,
-        heartbeat=heartbeat,
-        began=0.0,
-    )
+    parts = {"prefetch": lambda _: Prefetcher(iter(())), "validator": None, "stop": lambda: False}
+    parts |= {"heartbeat": heartbeat, "began": 0.0}
+    return TrainingLoop(config, run, torch.device("cpu"), [train_step], checkpointing, **parts)
 
 
 def nothing():
@@ -75,19 +61,18 @@ def batch(step, comm=None, bad=BAD):
         clean[0] = [RARE] * len(clean[0])
     table = table.set_column(1, "tokens", pa.array(clean, pa.list_(pa.uint16())))
     size, rank = (comm.size, comm.rank) if comm else (1, 0)
-    return rank_batch(
-        tiny_collator(DeclutrConfig(terms="contrastive")), table, rank * 4 // size, (rank + 1) * 4 // size
-    )
+    collator = tiny_collator(DeclutrConfig(terms="contrastive"))
+    return rank_batch(collator, table, rank * 4 // size, (rank + 1) * 4 // size)
 
 
-def take(one, first, last, comm=None, bad=BAD):
-    return [take_updates(one.train_steps, {"": batch(step, comm, bad)}, step) for step in range(first, last + 1)]
+def take(loop, first, last, comm=None, bad=BAD):
+    return [take_updates(loop.train_steps, {"": batch(step, comm, bad)}, step) for step in range(first, last + 1)]
 
 
-def tensors(one):
-    contents = collect([one.train_step])
+def tensors(loop):
+    contents = collect([loop.train_step])
     return {f"{file}:{name}": tensor for file, named in contents.items() for name, tensor in named.items()}
 
 
-def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+def same(actual, expected):
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)

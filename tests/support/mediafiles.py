@@ -15,17 +15,14 @@ RED = (200, 30, 40)
 
 
 def picture(number=0, size=(40, 30)):
-    """An RGB image whose pixels follow from its number."""
     width, height = size
-    generator = np.random.default_rng(number)
-    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def stored(image, format="PNG", **options):
-    """An image as the bytes of a file."""
-    held = io.BytesIO()
-    image.save(held, format, **options)
-    return held.getvalue()
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
 
 
 def png(number=0, size=(40, 30)):
@@ -45,51 +42,40 @@ def animated(format="GIF"):
 
 
 def claimed_png(width, height):
-    """A PNG of 100 bytes whose header claims a size."""
     data = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", data), (b"IDAT", zlib.compress(b"\0" * 64)), (b"IEND", b"")]
-    body = b"".join(
-        struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d)) for kind, d in chunks
-    )
-    return b"\x89PNG\r\n\x1a\n" + body
+    sizes = [(struct.pack(">I", len(d)), kind + d, struct.pack(">I", zlib.crc32(kind + d))) for kind, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(map(b"".join, sizes))
 
 
 def tone(seconds=0.5, rate=16_000, number=0, channels=1):
-    """`(num_samples, channels)` of two sines and some noise."""
-    generator = np.random.default_rng(number)
     at = np.arange(int(seconds * rate)) / rate
     sound = 0.3 * np.sin(2 * np.pi * (220 + 40 * number) * at) + 0.1 * np.sin(2 * np.pi * 1234 * at)
-    return (sound + generator.normal(0, 0.01, len(at)))[:, None] * np.ones((1, channels))
+    return (sound + np.random.default_rng(number).normal(0, 0.01, len(at)))[:, None] * np.ones((1, channels))
 
 
 def sound(samples, rate=16_000, format="WAV", subtype=None):
-    """Samples as the bytes of a file."""
-    held = io.BytesIO()
-    soundfile.write(held, samples, rate, format=format, subtype=subtype)
-    return held.getvalue()
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=format, subtype=subtype)
+    return file.getvalue()
 
 
 def claimed_wav(seconds, rate=16_000):
-    """A WAV of half a second whose header claims more."""
-    data = sound(tone(0.5, rate), rate)
-    size = seconds * rate * 2
+    data, size = sound(tone(0.5, rate), rate), seconds * rate * 2
     return data[:4] + struct.pack("<I", size + 36) + data[8:40] + struct.pack("<I", size) + data[44:]
 
 
 def spread(folder, files):
-    """Writes files by relative name."""
     for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
     return folder
 
 
 def blank_webp(width, height):
     """A lossless WebP of one colour in 30 bytes, of any size up to 16,384: its pixels take no bits."""
     bits = [(0x2F, 8), (width - 1, 14), (height - 1, 14), (0, 1), (0, 3)]  # signature, size, alpha, version
-    bits += [(0, 1), (0, 1), (0, 1)]  # no transform, no colour cache, no meta prefix code
-    bits += [(1, 1), (0, 1), (0, 1), (0, 1)] * 5  # five prefix codes of the one symbol 0
+    bits += [(0, 3), *[(1, 4)] * 5]  # no transform, cache, meta prefix code; five prefix codes of the one symbol 0
     number = place = 0
     for value, length in bits:
         number |= value << place
@@ -107,7 +93,6 @@ def repeated_scans(size, number):
 
 
 def commented_ppm(num_bytes):
-    """A plain PPM with comments between its numbers."""
     return b"P3 8 8 255\n" + b"#\n" * (num_bytes // 2) + b"1 " * 192
 
 

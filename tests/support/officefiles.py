@@ -20,7 +20,6 @@ def paragraph(text, style=None):
 
 
 def docx(*blocks, prolog="", **parts):
-    """A document of Word with these elements in its body."""
     body, target = f"{prolog}<w:document {_W}><w:body>{''.join(blocks)}</w:body></w:document>", io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in (PARTS | {"word/document.xml": body} | parts).items():

@@ -17,11 +17,9 @@ _ELEMENTS = re.compile(
 class Page(HTMLParser):
     """The elements of a page with their attributes, and its text outside the style sheet."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source):
         super().__init__()
-        self.elements: list[tuple[str, dict]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
+        self.elements, self.words, self._open = [], [], []
         self.feed(source)
         assert not self._open, "an element is not closed"
 
@@ -41,21 +39,18 @@ class Page(HTMLParser):
             self.words.append(data)
 
     @property
-    def text(self) -> str:
-        """The words of the page, with single spaces."""
+    def text(self):
         return " ".join(" ".join(self.words).split())
 
-    def policy(self) -> dict[str, str]:
-        """The page's policy by directive."""
+    def policy(self):
         (policy,) = [attrs["content"] for tag, attrs in self.elements if "http-equiv" in attrs]
         return dict(part.strip().split(" ", 1) for part in policy.split(";"))
 
 
-def checked(source: str) -> Page:
+def checked(source):
     """The page, which has no script, style of its own, request, steering character, or two elements of one id."""
     page = Page(source)
-    policy = page.policy()
-    pictures = [attrs["src"] for tag, attrs in page.elements if tag == "img"]
+    policy, pictures = page.policy(), [attrs["src"] for tag, attrs in page.elements if tag == "img"]
     assert policy.pop("img-src", "data:") == "data:"
     assert re.fullmatch("'sha256-[A-Za-z0-9+/=]{44}'", policy.pop("style-src"))
     assert policy == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}

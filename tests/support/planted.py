@@ -11,22 +11,19 @@ from declutr.pipeline.readers.corpus import document_id
 VOCABULARY = np.array([f"w{number:x}" for number in range(20_000)])
 
 
-def zipf_text(rng: np.random.Generator, num_words: int) -> str:
+def zipf_text(rng, num_words):
     """Words as frequent as in natural text, so that unrelated texts share their common n-grams."""
-    ranks = np.exp(rng.random(num_words) * np.log(len(VOCABULARY))).astype(int) - 1
-    return " ".join(VOCABULARY[ranks])
+    return " ".join(VOCABULARY[np.exp(rng.random(num_words) * np.log(len(VOCABULARY))).astype(int) - 1])
 
 
-def change(rng: np.random.Generator, text: str, share: float) -> str:
-    """The text with a share of its words replaced by others."""
+def change(rng, text, share):
     words = np.array(text.split(), object)
     chosen = rng.random(len(words)) < share
     words[chosen] = rng.choice(VOCABULARY, chosen.sum())
     return " ".join(words)
 
 
-def reorder(rng: np.random.Generator, text: str, paragraph_words: int = 60) -> str:
-    """The text with its paragraphs in another order."""
+def reorder(rng, text, paragraph_words=60):
     words = text.split()
     paragraphs = [words[start : start + paragraph_words] for start in range(0, len(words), paragraph_words)]
     return " ".join(" ".join(paragraphs[place]) for place in rng.permutation(len(paragraphs)))
@@ -44,6 +41,5 @@ def write(folder, units, config, order=None):
 
 
 def search(folder, names, config, num_buckets=1):
-    """The pairs of every bucket, found in this process."""
     documents, _, _ = number(folder, names)
     return [bucket_pairs(documents, config, bucket, num_buckets) for bucket in range(num_buckets)]

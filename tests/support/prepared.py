@@ -1,13 +1,12 @@
 """Prepared folders made document by document, by the writers that `prepare` uses, with the statuses of a test."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.job.units import Unit, UnitWriter
 from declutr.pipeline.readers.corpus import Part, document_id
 from declutr.pipeline.shards.ledger import Entry
-from declutr.pipeline.shards.manifest import MANIFEST, Manifest, build_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
@@ -24,20 +23,15 @@ class Row:
     tokenized: bool = True
 
 
-def write_prepared(folder: Path, units: list[list[Row]], **settings) -> Manifest:
+def write_prepared(folder, units, **settings):
     """Writes shards, ledgers, rejected documents, tokenizer and manifest; offsets are the places in each unit."""
-    values = {
-        "output": str(folder),
-        "corpus": {"kind": "files", "paths": ["a.jsonl"]},
-        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "geometry": {"num_anchors": 1, "max_tokens": 16},
-        "write_rejected": True,
-    }
+    values = {"output": str(folder), "corpus": {"kind": "files", "paths": ["a.jsonl"]}, "write_rejected": True}
+    values |= {"tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1}}
+    values |= {"geometry": {"num_anchors": 1, "max_tokens": 16}}
     config = PipelineConfig.model_validate(values | settings)
-    texts = [row.text for unit in units for row in unit if row.text]
-    made = train_tokenizer(iter(texts), 400)
-    made.save_pretrained(str(folder / "tokenizer"))
-    tokenizer, encoder = describe_tokenizer(made, "train"), BatchTokenizer.load(folder / "tokenizer")
+    trained = train_tokenizer((row.text for unit in units for row in unit if row.text), 400)
+    trained.save_pretrained(str(folder / "tokenizer"))
+    tokenizer, encoder = describe_tokenizer(trained, "train"), BatchTokenizer.load(folder / "tokenizer")
     sidecars = []
     for number, rows in enumerate(units):
         part = Part(format="jsonl", path="a.jsonl", source="a.jsonl", start=0, stop=1, num_bytes=1000, weight=1000)
@@ -47,10 +41,8 @@ def write_prepared(folder: Path, units: list[list[Row]], **settings) -> Manifest
                 identity_ = None if row.text is None else document_id(text.encode())
                 tokens = encoder.encode([text])[0]
                 num_tokens = len(tokens) if identity_ and row.tokenized else None
-                size = len(text.encode())
-                entry = Entry(
-                    identity_, row.source, offset, size, num_tokens, row.language, row.status, None, row.detail
-                )
+                facts = len(text.encode()), num_tokens, row.language, row.status, None, row.detail
+                entry = Entry(identity_, row.source, offset, *facts)
                 if row.status in ("train", "held-out"):
                     writer.keep(entry, tokens)
                 else:

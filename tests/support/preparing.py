@@ -16,32 +16,21 @@ from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
 from declutr.pipeline.shards.shards import check_shards
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
-DOCUMENTS = {
-    "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-    "geometry": {"num_anchors": 1, "max_tokens": 32},
-    "unit_mib": 0.1,
-    "record_batch_rows": 20,
-}
+DOCUMENTS = {"geometry": {"num_anchors": 1, "max_tokens": 32}, "unit_mib": 0.1, "record_batch_rows": 20}
+DOCUMENTS["tokenizer"] = {"kind": "train", "vocab_size": 400, "sample_mib": 0.1}
 
 
 def values_of(corpus, output, **changes):
     """Settings as in a file: the corpus is a folder, a fifth is held out."""
-    values = {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "validation_fraction": 0.2,
-        "record_batch_rows": 16,
-    }
-    return values | changes
+    files = {"output": str(output), "corpus": {"kind": "files", "paths": [str(corpus)]}}
+    return files | {"validation_fraction": 0.2, "record_batch_rows": 16} | changes
 
 
 def config_of(corpus, output, **changes):
-    """The settings of long documents."""
     return PipelineConfig.model_validate(values_of(corpus, output, **DOCUMENTS) | changes)
 
 
 def checksums(folder):
-    """Checksums of all files below a folder, except for the log of how long it took."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
     return {str(path.relative_to(folder)): hash_file(path) for path in files}
 
@@ -54,8 +43,7 @@ def prepare_here(config, folder, tokenizer):
     sidecars = [write_unit(unit, folder, config, tokenizer) for unit in units]
     if config.duplicates.enabled:
         names, labels = [unit.name for unit in units], most_frequent_labels(sidecars, config.content)
-        table = find_duplicates(folder / CANDIDATES, names, config.duplicates, labels=labels)
-        table.replace(folder / DUPLICATES)
+        find_duplicates(folder / CANDIDATES, names, config.duplicates, labels=labels).replace(folder / DUPLICATES)
         sidecars = [write_selected(unit, folder, config, tokenizer) for unit in units]
     facts = config.geometry, identity(config), config_hash(config), skipped.kinds()
     manifest = build_manifest(sidecars, tokenizer, *facts)
@@ -68,10 +56,7 @@ def prepare_here(config, folder, tokenizer):
 
 
 def prepare_rows(folder, content, rows, texts=None, **settings):
-    """A folder of shards of these records, prepared without Ray; returns it and its manifest.
-
-    The tokenizer is trained on `texts`, if given, else on the records.
-    """
+    """A folder of shards of these records, and its manifest; the tokenizer knows `texts`, else the rows."""
     folder.mkdir()
     own = (value for row in rows for value in row.values() if isinstance(value, str))
     tokenizer = train_tokenizer(own if texts is None else iter(texts), 400)
@@ -82,26 +67,23 @@ def prepare_rows(folder, content, rows, texts=None, **settings):
 
 
 def prepare_media(folder, content, files):
-    """A folder of shards of these files, prepared without Ray; returns it and its manifest."""
     (folder / "out").mkdir(parents=True)
     return _prepared(folder, spread(folder / "in", files), None, content=content)
 
 
 def _prepared(folder, corpus, facts, **settings):
-    values = values_of(corpus, folder / "out", **{"duplicates": {"exact": False}} | settings)
-    config = PipelineConfig.model_validate(values)
+    settings = {"duplicates": {"exact": False}} | settings
+    config = PipelineConfig.model_validate(values_of(corpus, folder / "out", **settings))
     return folder / "out", prepare_here(config, folder / "out", facts)[0]
 
 
 def rows_of(config):
-    """The records of a corpus, with content."""
     units, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     assert problems == []
     return [record for unit in units for record in UnitReader(unit, config.corpus, config.content)]
 
 
 def write_jsonl(path, *rows):
-    """Writes objects, or lines given as bytes; returns the path."""
     lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
     path.write_bytes(b"\n".join(lines))
     return path

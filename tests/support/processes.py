@@ -18,17 +18,15 @@ def environment(**changes):
 
 def run_python(*words, folder=ROOT, check=True, env=None, **options):
     """Runs Python with these words in a folder to its end, as a rule a good one; its output is text."""
-    command = [sys.executable, *map(str, words)]
-    env = environment(**(env or {}))
+    command, env = [sys.executable, *map(str, words)], environment(**(env or {}))
     done = subprocess.run(command, **{"cwd": folder, "env": env, "capture_output": True, "text": True} | options)
     assert not check or done.returncode == 0, done.stderr
     return done
 
 
 def until(condition, what="the condition", seconds=60):
-    """Waits until the condition holds; returns its value."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.01)
-    return found
+    return value

@@ -5,71 +5,51 @@ import io
 import numpy as np
 import pyarrow as pa
 from PIL import Image
-from tiny import VOCAB_SIZE
+from tiny import ID, NUM_TOKENS, TOKENS, VOCAB_SIZE, table_of
 
-MELS = 6
+MELS, LABEL = 6, ("label", pa.string())
 
 
-def text_rows(rows: list[list[tuple[int, int]]], seed: int = 0) -> pa.Table:
+def text_rows(rows, seed=0):
     """Rows of random texts; each text is given by its number of tokens and its label."""
-    columns = {"id": [], "tokens": [], "starts": [], "labels": [], "num_tokens": []}
+    table = []
     for number, texts in enumerate(rows):
         rng = np.random.default_rng([seed, number])
-        sizes = [size for size, _ in texts]
-        columns["id"].append(rng.bytes(16))
-        columns["tokens"].append(rng.integers(4, VOCAB_SIZE - 1, sum(sizes)))
-        columns["starts"].append(np.cumsum([0, *sizes[:-1]]))
-        columns["labels"].append([label for _, label in texts])
-        columns["num_tokens"].append(sum(sizes))
-    types = {"tokens": pa.list_(pa.uint16()), "starts": pa.list_(pa.int32()), "labels": pa.list_(pa.int8())}
-    return _table(columns, types | {"num_tokens": pa.int64()})
+        sizes, labels = zip(*texts, strict=True)
+        identity, tokens = rng.bytes(16), rng.integers(4, VOCAB_SIZE - 1, sum(sizes))
+        table.append((identity, tokens, np.cumsum([0, *sizes[:-1]]), labels, sum(sizes)))
+    starts, labels = ("starts", pa.list_(pa.int32())), ("labels", pa.list_(pa.int8()))
+    return table_of(table, ID, TOKENS, starts, labels, NUM_TOKENS)
 
 
-def sentences(lengths: list[int], seed: int = 0) -> pa.Table:
-    """Rows of one sentence each."""
+def sentences(lengths, seed=0):
     return text_rows([[(length, -1)] for length in lengths], seed)
 
 
-def image_rows(sizes: list[tuple[int, int]], labels: str = "abab", seed: int = 0) -> pa.Table:
-    """Rows of random images of these widths and heights."""
-    columns = {"id": [], "image": [], "width": [], "height": [], "label": []}
+def image_rows(sizes, labels="abab", seed=0):
+    rows = []
     for number, (width, height) in enumerate(sizes):
-        rng = np.random.default_rng([seed, number])
-        stored = io.BytesIO()
+        rng, stored = np.random.default_rng([seed, number]), io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(stored, "PNG")
-        columns["id"].append(rng.bytes(16))
-        columns["image"].append(stored.getvalue())
-        columns["width"].append(width)
-        columns["height"].append(height)
-        columns["label"].append(labels[number % len(labels)])
-    return _table(columns, {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()})
+        rows.append((rng.bytes(16), stored.getvalue(), width, height, labels[number % len(labels)]))
+    return table_of(rows, ID, ("image", pa.binary()), ("width", pa.int32()), ("height", pa.int32()), LABEL)
 
 
-def clip_rows(lengths: list[int], labels: str = "xyx", seed: int = 0, mels: int = MELS) -> pa.Table:
-    """Rows of random spectrograms with these numbers of frames."""
-    columns = {"id": [], "frames": [], "num_frames": [], "label": []}
+def clip_rows(lengths, labels="xyx", seed=0, mels=MELS):
+    rows = []
     for number, length in enumerate(lengths):
         rng = np.random.default_rng([seed, number])
-        columns["id"].append(rng.bytes(16))
-        columns["frames"].append(rng.normal(size=length * mels).astype(np.float32))
-        columns["num_frames"].append(length)
-        columns["label"].append(labels[number % len(labels)])
-    return _table(columns, {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()})
-
-
-def _table(columns: dict[str, list], types: dict[str, pa.DataType]) -> pa.Table:
-    types = {"id": pa.binary(16), "label": pa.string(), **types}
-    return pa.table({name: pa.array(values, types[name]) for name, values in columns.items()})
+        identity, frames = rng.bytes(16), rng.normal(size=length * mels).astype(np.float32)
+        rows.append((identity, frames, length, labels[number % len(labels)]))
+    return table_of(rows, ID, ("frames", pa.list_(pa.float32())), ("num_frames", pa.int32()), LABEL)
 
 
 class Rows:
     """Rows in memory with the interface of a set of shards."""
 
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        self.num_documents = len(table)
+    def __init__(self, table):
+        self.table, self.num_documents = table, len(table)
 
-    def take(self, documents: np.ndarray) -> pa.Table:
-        missing = [pa.nulls(len(documents))] * 2
-        taken = self.table.take(pa.array(documents)).combine_chunks()
-        return taken.append_column("source", missing[0]).append_column("offset", missing[1])
+    def take(self, documents):
+        rows, missing = self.table.take(pa.array(documents)).combine_chunks(), pa.nulls(len(documents))
+        return rows.append_column("source", missing).append_column("offset", missing)

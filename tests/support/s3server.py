@@ -13,10 +13,7 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFA
 
 @contextmanager
 def s3_server(wrap=None):
-    """Yields a function from a name in a bucket to its address; the next server of this process begins empty.
-
-    `wrap` may put a WSGI application in front of the server's own.
-    """
+    """Yields a function from a name to its address; the next server of this process begins empty."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed")
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
@@ -38,15 +35,7 @@ _ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{0}</Code><Message>
 
 
 class Faults:
-    """Throttles, refuses, cuts answers short: the fault of the moment, in front of the server's application.
-
-    Attributes:
-        status: HTTP status of a refused request, with `code` as the store's own error code.
-        left: how many requests still fail; None: all of them.
-        after: how many requests of these methods still succeed before.
-        methods: the HTTP methods that fail.
-        cut: cut the body of an answer in half instead of an error.
-    """
+    """Throttles, refuses, cuts answers short: the fault of the moment, in front of the server's application."""
 
     def __init__(self):
         self.clear()
@@ -55,6 +44,7 @@ class Faults:
         self.status, self.code, self.left, self.methods, self.cut, self.after = 0, "", 0, (), False, 0
 
     def refuse(self, status, code, left=None, methods=("GET", "PUT", "POST", "DELETE", "HEAD"), after=0):
+        """Fails `left` requests (None: all) by status and the store's own error code, after `after` that succeed."""
         self.clear()
         self.status, self.code, self.left, self.methods, self.after = status, code, left, methods, after
 
@@ -91,7 +81,6 @@ class Faults:
 
 @contextmanager
 def faulty_store():
-    """Yields a function from a name in a bucket to its address, and the faults."""
     faults = Faults()
     with s3_server(faults.wrap) as address:
         yield address, faults

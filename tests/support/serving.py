@@ -7,9 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Keeps connections open and logs nothing."""
-
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"  # keeps connections open
 
     def answer(self, status, body=b"", headers=()):
         """Sends bytes, or anything else as JSON; the body of an answer to HEAD is left out."""

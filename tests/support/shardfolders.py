@@ -27,16 +27,14 @@ def tokens_of(number, vocab_size=1000):
 def write(folder, vocab_size=1000, units=3):
     """57 documents in three shards of blocks of 5."""
     folder.mkdir(exist_ok=True)
-    schema = shard_schema(vocab_size, GEOMETRY, TOKENIZER.fingerprint)
-    sidecars = []
+    schema, sidecars = shard_schema(vocab_size, GEOMETRY, TOKENIZER.fingerprint), []
     for unit in range(units):
         name = f"{unit:05d}"
         with ShardWriter(folder, name, "train", schema, 5) as writer, LedgerWriter(folder, name) as ledger:
             for number in range(unit * 19, (unit + 1) * 19):
                 identity, tokens = document_id(b"%d" % number), tokens_of(number, vocab_size)
-                row = writer.add(identity, tokens, "s", number)
-                assert row == number % 19
-                ledger.add(Entry(identity, "s", number, 0, len(tokens), None, "train", row, None))
+                assert writer.add(identity, tokens, "s", number) == number % 19
+                ledger.add(Entry(identity, "s", number, 0, len(tokens), None, "train", number % 19, None))
         counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
         facts = {"unit": name, "unit_hash": "", "config_hash": "", "num_bytes": 1, "counts": counts, "failures": []}
         sidecars.append(Sidecar(**facts, shards=writer.result(), ledger=ledger.result()))
@@ -55,8 +53,7 @@ def poke(column, place, changed):
         buffer = pa.ipc.open_file(whole).get_batch(0).column(column).buffers()[which]
         start = buffer.address - whole.address
         numbers = np.frombuffer(raw, dtype, buffer.size // np.dtype(dtype).itemsize, start)
-        for at, number in changed.items():
-            numbers[at] = number
+        numbers[[*changed]] = [*changed.values()]
         return raw
 
     return change
@@ -66,7 +63,6 @@ def spoil(folder, change, name="train-00001.arrow"):
     """Changes the bytes of a shard, and the manifest so that it agrees."""
     path = folder / name
     path.write_bytes(change(bytearray(path.read_bytes())))
-    manifest = load_manifest(folder)
-    facts = {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
+    manifest, facts = load_manifest(folder), {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
     shards = [replace(shard, **(facts if shard.name == name else {})) for shard in manifest.shards]
     (folder / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())

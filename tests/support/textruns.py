@@ -6,13 +6,8 @@ import random
 from mediafiles import png, sound, tone
 
 LABELS = ("entailment", "neutral", "contradiction")
-SCD = {
-    "kind": "scd",
-    "dropout_rates": [0.05, 0.2],
-    "projector": [24, 16],
-    "max_tokens": 16,
-    "decorrelation_weight": 0.05,
-}
+SCD = {"kind": "scd", "dropout_rates": [0.05, 0.2], "projector": [24, 16], "max_tokens": 16}
+SCD["decorrelation_weight"] = 0.05
 SCL = {"kind": "scl", "contrastive_weight": 0.3, "max_tokens": 16, "negatives": 5}
 SIMCSE = {"kind": "simcse", "max_tokens": 16}
 PAIRS = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
@@ -24,12 +19,10 @@ AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": PATC
 
 
 def pictures():
-    """40 files of images of three labels."""
     return {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)}
 
 
 def clips():
-    """36 files of sounds of four labels."""
     return {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
 
 

@@ -27,61 +27,44 @@ from declutr.trainer.driver.checks import load_problems, resolve
 from declutr.trainer.run import RunPlan
 
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
-FROM_CONFIG = {
-    "model_type": "roberta",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+FROM_CONFIG = {"model_type": "roberta", **_SIZES, "max_position_embeddings": 24}
+_SECTIONS = {
+    "encoder": {"from_config": FROM_CONFIG, "dropout": 0.0},
+    "spans": {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16},
+    "optim": {"lr": 0.001},
+    "validation": {"every_steps": 0, "max_documents": 40},
+    "checkpoint": {"every_steps": 1000, "every_seconds": None},
+    "scaling": {"num_workers": 1, "device": "cpu", "data_cpus": 1},
 }
-FINISHED = {
-    "encoder": {"dropout": 0.1},
-    "steps": 8,
-    "validation": {"every_steps": 2},
-    "checkpoint": {"every_steps": 2, "keep_last": 2},
-}
+FINISHED = {"encoder": {"dropout": 0.1}, "steps": 8, "validation": {"every_steps": 2}}
+FINISHED["checkpoint"] = {"every_steps": 2, "keep_last": 2}
 
 
 def write_corpus(path, documents=320, seed=0, words=(60, 140)):
     """JSON lines of random words that share a topic within a document, so many of them each."""
     rng = random.Random(seed)
-    known = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(300)]
+    vocabulary = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(300)]
     with path.open("w") as stream:
         for number in range(documents):
-            topic = rng.sample(known, 40)
+            topic = rng.sample(vocabulary, 40)
             text = " ".join(rng.choice(topic) for _ in range(rng.randint(*words)))
             stream.write(json.dumps({"text": f"{text} {number}"}) + "\n")
 
 
 def prepare_values(corpus, output, **changes):
-    """The `prepare` section for that corpus."""
-    return {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "geometry": GEOMETRY,
-        "validation_fraction": 0.2,
-        "unit_mib": 0.05,
-        "record_batch_rows": 20,
-        "session": {"num_cpus": 1},
-    } | changes
+    values = {"output": str(output), "corpus": {"kind": "files", "paths": [str(corpus)]}, "geometry": GEOMETRY}
+    values |= {"tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1}, "session": {"num_cpus": 1}}
+    return values | {"validation_fraction": 0.2, "unit_mib": 0.05, "record_batch_rows": 20} | changes
 
 
 def train_values(data, run, **changes):
     """The `train` section of a tiny run; sections in `changes` are merged, everything else is replaced."""
-    values = {
-        "run": str(run),
-        "data": data if isinstance(data, list) else str(data),
-        "encoder": {"from_config": FROM_CONFIG, "dropout": 0.0},
-        "spans": {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16},
-        "optim": {"lr": 0.001},
-        "batch_documents": 8,
-        "steps": 6,
-        "validation": {"every_steps": 0, "max_documents": 40},
-        "checkpoint": {"every_steps": 1000, "every_seconds": None},
-        "scaling": {"num_workers": 1, "device": "cpu", "data_cpus": 1},
-    }
+    values = {"run": str(run), "data": data if isinstance(data, list) else str(data), "batch_documents": 8, "steps": 6}
+    return _merged(values | _SECTIONS, changes)
+
+
+def _merged(values, changes):
     for key, value in changes.items():
         merge = isinstance(value, dict) and isinstance(values.get(key), dict)
         values[key] = values[key] | value if merge else value
@@ -89,7 +72,6 @@ def train_values(data, run, **changes):
 
 
 def least_config(**changes):
-    """A configuration of nothing but what has no default, and these settings."""
     values = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
     return TrainConfig.model_validate(values | changes)
 
@@ -99,7 +81,6 @@ def train_config(data, run, **changes):
 
 
 def span_validator(config, encoder, vocabulary):
-    """The objective's validator of the held-out split, without a train_step."""
     import torch
 
     from declutr.pipeline.shards.shards import ShardSet
@@ -107,28 +88,21 @@ def span_validator(config, encoder, vocabulary):
     from declutr.trainer.objectives.base import HeldOutSplit
     from declutr.trainer.parallel.communicator import Communicator
 
-    held_out = ShardSet(Path(config.data), "held-out")
-    room = max_content(encoder, vocabulary)
+    held_out, room = ShardSet(Path(config.data), "held-out"), max_content(encoder, vocabulary)
     objective = build_objective(config.main, encoder, held_out.manifest.short_documents)
     settings = room, config.validation.max_documents, Communicator(), torch.device("cpu")
     return objective.validator(HeldOutSplit(held_out, vocabulary, *settings))
 
 
 def finished_config(data, run, **changes):
-    """The configuration of a finished run with these settings changed; a section keeps its other settings."""
-    values = train_values(data, run, **FINISHED)
-    for key, value in changes.items():
-        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
-    return TrainConfig.model_validate(values)
+    return TrainConfig.model_validate(_merged(train_values(data, run, **FINISHED), changes))
 
 
 def state_of(step, **scores):
-    """What a checkpoint says of its run, where a test decides nothing but its step and scores."""
     return RunState(step=step, documents=step, world_size=1, config_hash="c", data_hash="d", scores=scores, files={})
 
 
 def commands_of(page):
-    """The arguments of every `declutr` of the indented code of a page."""
     lines = [line for line in page.splitlines() if line.startswith("    declutr ")]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
@@ -140,30 +114,21 @@ def write_config(path, **sections):
 
 def command(module, config, *overrides):
     """Arguments of a real command, in a process group of its own, where Ray shows its process titles to us."""
-    return {
-        "args": [sys.executable, "-m", module, str(config), *overrides],
-        "env": environment(PYTHONWARNINGS="ignore", DECLUTR_LOG="INFO"),
-        "cwd": config.parent,
-        "start_new_session": True,
-        "text": True,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    }
+    env = environment(PYTHONWARNINGS="ignore", DECLUTR_LOG="INFO")
+    place = {"cwd": config.parent, "env": env, "start_new_session": True, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return {"args": [sys.executable, "-m", module, str(config), *overrides], **place, **pipes}
 
 
 def run_command(module, config, *overrides, timeout=150):
-    """Runs it to its end; returns the finished process with its output."""
     return subprocess.run(**command(module, config, *overrides), timeout=timeout, check=False)
 
 
 def resolved(config, folder=None):
-    """As `resolve`, without its checks and for a run in another folder."""
-    plan = RunPlan.of(config)
-    return replace(plan, config=config, folder=Path(folder or config.run))
+    return replace(RunPlan.of(config), config=config, folder=Path(folder or config.run))
 
 
 def problems(config):
-    """All problems of a run, one line each."""
     try:
         return load_problems(resolve(config))
     except ConfigError as error:
@@ -175,13 +140,12 @@ def steps_of(run, kind="step"):
     clock = ("time", "kind", "step", "seconds", "tokens_per_second", "documents_per_second", "data_wait_share")
     clock += ("mfu", "peak_memory_mib")
     lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    chosen = [line for line in lines if line["kind"] == kind]
-    assert len({line["step"] for line in chosen}) == len(chosen), "a step is there twice"
-    return {line["step"]: {k: v for k, v in line.items() if k not in clock} for line in chosen}
+    steps = [line for line in lines if line["kind"] == kind]
+    assert len({line["step"] for line in steps}) == len(steps), "a step is there twice"
+    return {line["step"]: {k: v for k, v in line.items() if k not in clock} for line in steps}
 
 
 def cut(run, to, last):
-    """A copy of a run as it was after step `last`."""
     shutil.copytree(run, to)
     shutil.rmtree(to / "export")
     for step in steps_in(to / "checkpoints"):
@@ -192,12 +156,10 @@ def cut(run, to, last):
 
 
 def inode(path):
-    """Which file this is now; None when there is none."""
     return path.stat().st_ino if path.is_file() else None
 
 
 def start_command(module, config, run):
-    """Starts it; returns the process and which metrics file an earlier one left."""
     before = inode(Path(run) / "metrics.jsonl")
     return subprocess.Popen(**command(module, config)), before
 
@@ -213,9 +175,9 @@ def wait_for_step(process, before, run, step, timeout=90):
     until(written, f"step {step}", timeout)
 
 
-def kill_at_checkpoint(given, run, step):
-    """Starts a training command, given as for Popen, and kills it and its session after that checkpoint."""
-    process = subprocess.Popen(**given)
+def kill_at_checkpoint(options, run, step):
+    """Starts a training command by options of Popen, and kills it and its session after that checkpoint."""
+    process = subprocess.Popen(**options)
     until((run / "checkpoints" / f"step-{step:08}" / "state.json").is_file, f"checkpoint {step}", 120)
     (driver,) = psutil.Process(process.pid).children()
     process.kill()
@@ -226,7 +188,6 @@ def kill_at_checkpoint(given, run, step):
 
 
 def title(pid):
-    """Command line or title of a process; None when it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if process.status() != psutil.STATUS_ZOMBIE:
@@ -235,7 +196,6 @@ def title(pid):
 
 
 def descendants(pid):
-    """pids and titles of all processes below one."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return {process.pid: title(process.pid) or "" for process in psutil.Process(pid).children(recursive=True)}
     return {}

@@ -26,9 +26,8 @@ def unigram(texts, size, roles=ROLES, ends=True, before=()):
     metaspace = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.pre_tokenizer = pre_tokenizers.Sequence([*before, metaspace]) if before else metaspace
     names = [name for name in ("<s>", "<pad>", "</s>", "<unk>") if ends or name in roles.values()]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=size, special_tokens=[*names, MASK], unk_token="<unk>", show_progress=False, n_sub_iterations=1
-    )
+    options = {"unk_token": "<unk>", "show_progress": False, "n_sub_iterations": 1}
+    trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=[*names, MASK], **options)
     backend.train_from_iterator(texts, trainer)
     if ends:
         around = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
@@ -37,16 +36,13 @@ def unigram(texts, size, roles=ROLES, ends=True, before=()):
 
 
 def wordpiece(texts, size, **flags):
-    """A cased or uncased one."""
-    backend = wordpiece_backend(texts, size, **flags)
-    around = [("[CLS]", 2), ("[SEP]", 3)]
+    backend, around = wordpiece_backend(texts, size, **flags), [("[CLS]", 2), ("[SEP]", 3)]
     backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
     roles = zip(("pad", "unk", "cls", "sep", "mask"), SPECIALS, strict=True)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{role}_token": name for role, name in roles})
 
 
 def wordpiece_backend(texts, size, longest=100, **flags):
-    """Its words have at most so many letters."""
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=longest))
     backend.normalizer = normalizers.BertNormalizer(**flags) if flags else None
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
