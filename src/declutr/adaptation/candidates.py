@@ -217,7 +217,7 @@ def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder
     """
     ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []  # an export has none
     write_transformer(
-        trained, ends, folder
+        replace(trained, max_tokens=start.max_tokens, prompt=start.prompt, prompts=start.prompts), ends, folder
     )
 
 
