@@ -87,7 +87,7 @@ def test_search_shows_both_parts_and_takes_another_weight_which_needs_words(embe
         sums = f"{cosine + weight * lexical:6.3f} = {cosine:.3f} + {weight:g} x {lexical:.3f}"
         assert capsys.readouterr().out == f"{sums}  n4  cat cat mat\n"
     for weight in ("-1", "nan", "inf", "101"):
-        for command in ([*index, str(tmp_path / "i"), "--hybrid"], ["search", "i", "cat"]):
+        for command in ([*index, str(tmp_path / "i"), "--hybrid"], ["search", place, "cat"]):
             refused([*command, f"--weight={weight}"], f"--weight {weight}", "0 to 100")
     for option in (["--weight", "1"], ["--lexical", "bm25"]):
         refused([*index, tmp_path / "i", *option], option[0], "--hybrid")
