@@ -118,11 +118,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def inputs(options: argparse.Namespace, work: Path) -> tuple[list[str], str, str]:
-    """Files of the corpus, folder of the tokenizer, and a description of the corpus.
-
-    Raises:
-        SystemExit: `--corpus` matches no file.
-    """
+    """Files of the corpus, folder of the tokenizer, and a description of the corpus."""
     if options.corpus:
         names = glob.glob(str(Path(options.corpus).expanduser()))  # noqa: PTH207
         kind, paths = "files given", sorted(str(Path(path).resolve()) for path in names)

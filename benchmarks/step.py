@@ -32,10 +32,8 @@ _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")  
 _MINI_BATCH = 32  # the default of sentence-transformers
 
 
-PaddedSpans = dict[str, Tensor]
-"""Spans of one kind, `(S, longest)`: `input_ids`, `attention_mask`, `labels`."""
-PaddedBatch = tuple[PaddedSpans, PaddedSpans]
-"""A step's anchors and positives, each kind padded to its longest span."""
+PaddedSpans = dict[str, Tensor]  # spans of one kind, `(S, longest)`: `input_ids`, `attention_mask`, `labels`
+PaddedBatch = tuple[PaddedSpans, PaddedSpans]  # A step's anchors and positives, each kind padded to its longest span
 
 
 def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
@@ -95,9 +93,6 @@ def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
 
     Its trainer pads like the released collation. The loss encodes each side once without and once with a graph,
     whatever the size of the batch. Nothing is masked, because it has no MLM loss.
-
-    Raises:
-        ImportError: sentence-transformers is not installed.
     """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
@@ -119,21 +114,13 @@ def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the comparison.
+    """One side of the comparison."""
 
-    Attributes:
-        name: name in the figures.
-        model: model whose gradients it computes.
-        prepare: lays out a batch; not timed.
-        gradients: computes loss and gradient of a laid-out batch.
-        places: token places that its forward passes compute, including padding.
-    """
-
-    name: str
-    model: nn.Module
-    prepare: Callable[[Any], Any]
-    gradients: Callable[[Any], Tensor]
-    places: Callable[[Any], int]
+    name: str  # name in the figures
+    model: nn.Module  # model whose gradients it computes
+    prepare: Callable[[Any], Any]  # lays out a batch; not timed
+    gradients: Callable[[Any], Tensor]  # computes loss and gradient of a laid-out batch
+    places: Callable[[Any], int]  # token places that its forward passes compute, including padding
 
 
 def run(side: Side, batch: Any, device: torch.device) -> tuple[float, float]:
@@ -213,11 +200,7 @@ class Setting(workload.Workload):
         return Side("ours", encoder.model, prepare, gradients, encoder.token_places)
 
     def padded(self, name: str) -> Side:
-        """Build a side that pads: `released` or `sentence_transformers`.
-
-        Raises:
-            ImportError: sentence-transformers is not installed.
-        """
+        """Build a side that pads: `released` or `sentence_transformers`."""
         model = self.padded_model()
         if self.compile:
             model.base_model.compile(dynamic=True)  # else each length would compile anew

@@ -44,8 +44,7 @@ OBJECTIVES: dict[str, TextObjectiveConfig] = {
     "simcse": SimcseConfig(),
     "scd": ScdConfig(dropout_rates=(0.05, 0.15), decorrelation_weight=0.005, off_diagonal_weight=0.013),
     "scl": SclConfig(max_tokens=128),
-}
-"""Settings of the papers' BERT runs."""
+}  # settings of the papers' BERT runs
 _CPU = torch.device("cpu")
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}  # RoBERTa's
 _FIRST_ORDINARY = 4  # lower ids are RoBERTa's special tokens
@@ -161,23 +160,17 @@ def _tokens(numbers: NDArray[np.uint64], lengths: NDArray[np.int64], vocab_size:
 
 @dataclass(frozen=True)
 class Workload:
-    """Encoder, documents and step of a benchmark.
+    """Encoder, documents and step of a benchmark."""
 
-    Attributes:
-        size: a key of `SIZES`.
-        attention_dropout: probability of dropping attention weights; None: the same as `dropout`.
-        autocast: type of the matrix products, or None.
-    """
-
-    size: str
+    size: str  # a key of `SIZES`
     spans: SpanConfig
     seed: int
     objective: ObjectiveConfig = field(default_factory=DeclutrConfig)
     dropout: float = 0.0
-    attention_dropout: float | None = None
+    attention_dropout: float | None = None  # probability of dropping attention weights; None: the same as `dropout`
     pooling: Literal["mean", "cls"] = "mean"
     device: torch.device = _CPU
-    autocast: torch.dtype | None = None
+    autocast: torch.dtype | None = None  # type of the matrix products, or None
 
     @classmethod
     def of(cls, options: argparse.Namespace, device: str = "cpu", precision: str | None = None, **fields: Any) -> Self:

@@ -196,16 +196,12 @@ def look(values: Mapping[str, Any]) -> list[str]:
 
 
 def output_place_problems(
-    output: str, inputs: Sequence[str], storage_retry_seconds: float = _LOOK_SECONDS, excludes: bool = False
+    output: str,  # a folder or an address
+    inputs: Sequence[str],  # paths and addresses of the corpus
+    storage_retry_seconds: float = _LOOK_SECONDS,  # time to retry a request while a store does not answer
+    excludes: bool = False,  # the corpus leaves files out, so that a pattern need not meet what is written
 ) -> list[str]:
-    """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input.
-
-    Args:
-        output: a folder or an address.
-        inputs: paths and addresses of the corpus.
-        storage_retry_seconds: time to retry a request while a store does not answer.
-        excludes: the corpus leaves files out, so that a pattern need not meet what is written.
-    """
+    """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input."""
     if problem := refusal(output) or (None if is_remote(output) else _path_problem(output)):
         return [problem]
     finished = not is_remote(output) and (expand(output) / MANIFEST).is_file()  # nothing is written then

@@ -138,10 +138,6 @@ def plan_ahead(config: PipelineConfig, cpus: int | None = None) -> Estimate:
 
     The output is only read, because another command may be working in it. The time is that on `cpus` CPUs, at least 1;
     None: on those of the session.
-
-    Raises:
-        ConfigError: problems of inputs, tokenizer or output folder.
-        ShardError: the sample could not be processed, for example because the disk is full.
     """
     with _planned(config) as job:
         folder = job.output.folder
@@ -158,11 +154,7 @@ def plan_ahead(config: PipelineConfig, cpus: int | None = None) -> Estimate:
 
 @contextmanager
 def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparation]:
-    """What a command is to do, for one `with` block, in which an output in a store has a folder on this host.
-
-    Raises:
-        ConfigError: all problems of the settings, the inputs, the tokenizer and the output.
-    """
+    """What a command is to do, for one `with` block, in which an output in a store has a folder on this host."""
     if messages := list(refused_settings(config.model_dump(mode="json"))):
         raise ConfigError("prepare", messages)
     places, skipped = look(config.model_dump()), Skipped()

@@ -39,8 +39,7 @@ class TextRow(Document):
     """A premise and its hypotheses; `text` joins them by newlines, for the rules that look at one text."""
 
     texts: tuple[str, ...]
-    labels: tuple[int, ...]
-    """Label of each text; NO_LABEL for the premise."""
+    labels: tuple[int, ...]  # label of each text; NO_LABEL for the premise
 
 
 def make_row(texts: tuple[str, ...], labels: tuple[int, ...], source: str, offset: int) -> TextRow:
@@ -62,11 +61,7 @@ def row_id(texts: tuple[str, ...], labels: tuple[int, ...]) -> bytes:
 
 
 def rows(records: Iterator[Record], content: AnyContent) -> Iterator[Record]:
-    """The rows of a corpus, and the failures of its readers.
-
-    Raises:
-        OSError: the pairs of one file are too large.
-    """
+    """The rows of a corpus, and the failures of its readers."""
     match content:
         case SentencesContent(split=True, language=language):
             return split_documents(records, language)
@@ -111,16 +106,11 @@ def sentences(text: str, language: str) -> Iterator[str]:
         start += len(window)
 
 
-def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> Iterator[Record]:
-    """Failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
-
-    Args:
-        records: failures, and `Fields` of premise and hypothesis, with the label if there is one.
-        required_labels: labels of which a premise must have a hypothesis each.
-
-    Raises:
-        OSError: the pairs of a file have too many characters.
-    """
+def pair_rows(
+    records: Iterator[Record],  # failures, and `Fields` of premise and hypothesis, with the label if there is one
+    required_labels: Sequence[Label],  # labels of which a premise must have a hypothesis each
+) -> Iterator[Record]:
+    """Failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence."""
     # Within a file: over files it would take a shuffle of the corpus.
     for source, group in groupby(records, key=lambda record: record.source):
         # Of each premise as it is first written: its text and offset; its hypotheses by normalised text and label.

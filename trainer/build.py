@@ -52,37 +52,21 @@ from declutr.trainer.step.task import TrainTask
 
 @dataclass(frozen=True)
 class Parts:
-    """What a worker trains with.
+    """What a worker trains with."""
 
-    Attributes:
-        tokenizer: of the main task's shards.
-        encoder: that every task trains.
-        tasks: the tasks, the main one first.
-        collators: of each task, by its name.
-    """
-
-    tokenizer: Any
-    encoder: Encoder
-    tasks: tuple[TrainTask, ...]
-    collators: Mapping[str, Collator]
+    tokenizer: Any  # of the main task's shards
+    encoder: Encoder  # that every task trains
+    tasks: tuple[TrainTask, ...]  # the tasks, the main one first
+    collators: Mapping[str, Collator]  # of each task, by its name
 
 
 def build_parts(
-    plan: RunPlan, comm: Communicator, to: torch.device | torch.dtype, microbatch: Microbatch | None = None
+    plan: RunPlan,  # of the run
+    comm: Communicator,  # the workers
+    to: torch.device | torch.dtype,  # device or type of the parameters
+    microbatch: Microbatch | None = None,  # size of a forward; None: that of the configuration
 ) -> Parts:
-    """Builds encoder, tasks and collators.
-
-    Args:
-        plan: of the run.
-        comm: the workers.
-        to: device or type of the parameters.
-        microbatch: size of a forward; None: that of the configuration.
-
-    Raises:
-        ShardError: the shards were made with another tokenizer.
-        EncoderError: the encoder cannot be trained, or the ViT of a task does not fit.
-        UsageError: an objective cannot be built.
-    """
+    """Builds encoder, tasks and collators."""
     config = plan.config
     tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest, config.encoder)
     encoder = build_encoder(config, tokenizer).to(to).train()
@@ -108,18 +92,11 @@ def build_parts(
 
 
 def load_tokenizer(
-    folder: Path, manifest: Manifest | None = None, encoder: EncoderConfig | None = None
+    folder: Path,  # the shards
+    manifest: Manifest | None = None,  # the shards' manifest; None: it is read from the folder
+    encoder: EncoderConfig | None = None,  # settings with the prompts before the spans; None: there are none
 ) -> tuple[Any, Vocabulary]:
-    """The tokenizer that made the shards of a folder, and its ids.
-
-    Args:
-        folder: the shards.
-        manifest: the shards' manifest; None: it is read from the folder.
-        encoder: settings with the prompts before the spans; None: there are none.
-
-    Raises:
-        ShardError: the shards were made with another tokenizer.
-    """
+    """The tokenizer that made the shards of a folder, and its ids."""
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
     if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
@@ -131,9 +108,6 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     """The untrained encoder of a configuration, in a layout that fits it.
 
     Weights from scratch are the same on every worker.
-
-    Raises:
-        EncoderError: the encoder cannot be trained.
     """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
@@ -158,11 +132,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def build_objective(task: TaskSettings, encoder: Encoder, short_documents: ShortDocuments) -> Objective[Any]:
-    """The objective, with the encoder's device and precision; its weights are the same on every worker.
-
-    Raises:
-        UsageError: its class cannot be loaded, or its constructor raised an error.
-    """
+    """The objective, with the encoder's device and precision; its weights are the same on every worker."""
     kind = implementation_of(task.objective)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(task.seed, "objective"))
@@ -198,13 +168,12 @@ def allows_amx(most: str) -> bool:
     return "AMX" in most.upper() or most.upper() in ("ALL", "DEFAULT")
 
 
-def build_train_steps(plan: RunPlan, tasks: Sequence[TrainTask], total_steps: int) -> list[TrainStep]:
+def build_train_steps(
+    plan: RunPlan,  # of the run
+    tasks: Sequence[TrainTask],  # the main task and the additional ones
+    total_steps: int,  # number of steps of the run
+) -> list[TrainStep]:
     """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizers and train_steps.
-
-    Args:
-        plan: of the run.
-        tasks: the main task and the additional ones.
-        total_steps: number of steps of the run.
 
     Returns:
         The train steps in the order of their updates; the last is that of the main task.
@@ -284,17 +253,12 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
     return max_span_tokens(encoder.model) - vocabulary.num_specials
 
 
-def build_frontend(task: TaskSettings, encoder: Encoder, content: AnyContent) -> Frontend | None:
-    """The frontend of a task with images or sounds; None for texts. Its weights are the same on every worker.
-
-    Args:
-        task: the task.
-        encoder: the encoder whose layers follow.
-        content: content of the task's shards.
-
-    Raises:
-        EncoderError: the ViT that it names does not fit.
-    """
+def build_frontend(
+    task: TaskSettings,  # the task
+    encoder: Encoder,  # the encoder whose layers follow
+    content: AnyContent,  # content of the task's shards
+) -> Frontend | None:
+    """The frontend of a task with images or sounds; None for texts. Its weights are the same on every worker."""
     settings = task.frontend
     if settings is None or not isinstance(content, ImagesContent | AudioContent):
         return None
@@ -305,15 +269,14 @@ def build_frontend(task: TaskSettings, encoder: Encoder, content: AnyContent) ->
     return frontend.to(parameter.device, parameter.dtype).train()
 
 
-def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent, width: int, seed: int) -> Frontend:
-    """A frontend with new weights.
-
-    Args:
-        settings: of the frontend.
-        content: of the shards; it decides the size of a patch and the largest number of patches.
-        width: size of the hidden states.
-        seed: of the weights.
-    """
+def new_frontend(
+    settings: FrontendConfig,  # of the frontend
+    # of the shards; it decides the size of a patch and the largest number of patches.
+    content: ImagesContent | AudioContent,
+    width: int,  # size of the hidden states
+    seed: int,  # of the weights
+) -> Frontend:
+    """A frontend with new weights."""
     deep, wide = settings.patch_size
     if isinstance(content, ImagesContent):
         places = (settings.image_size // deep) * (settings.image_size // wide)

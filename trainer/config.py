@@ -47,33 +47,20 @@ class AuxiliaryTaskConfig(Strict):
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """A task of a run; the main task has the name "".
+    """A task of a run; the main task has the name ""."""
 
-    Attributes:
-        name: of the task.
-        data: its corpora, as the setting `data`.
-        part: share of its documents that the run reads, and the seed that chooses them; None for all.
-        objective: what it trains.
-        spans: lengths and numbers of its spans.
-        optim: of its own updates, if it has any.
-        batch_documents: its rows in a step over all workers.
-        canonical_documents: documents of a canonical microbatch; None without `scaling.elastic_determinism`.
-        seed: of its weights, order, spans and masks; tasks with the same data differ.
-        weight: factor of its loss.
-        frontend: of images and sounds; None for the main task.
-    """
-
-    name: str
-    data: str | list[Corpus]
+    name: str  # of the task
+    data: str | list[Corpus]  # its corpora, as the setting `data`
+    # share of its documents that the run reads, and the seed that chooses them; None for all.
     part: tuple[float, int] | None
-    objective: AnyObjectiveConfig
-    spans: SpanConfig
-    optim: OptimConfig
-    batch_documents: int
-    canonical_documents: int | None
-    seed: int
-    weight: float = 1.0
-    frontend: FrontendConfig | None = None
+    objective: AnyObjectiveConfig  # what it trains
+    spans: SpanConfig  # lengths and numbers of its spans
+    optim: OptimConfig  # of its own updates, if it has any
+    batch_documents: int  # its rows in a step over all workers
+    canonical_documents: int | None  # documents of a canonical microbatch; None without `scaling.elastic_determinism`
+    seed: int  # of its weights, order, spans and masks; tasks with the same data differ
+    weight: float = 1.0  # factor of its loss
+    frontend: FrontendConfig | None = None  # of images and sounds; None for the main task
 
     @property
     def prefix(self) -> str:
@@ -97,12 +84,11 @@ class TaskSettings:
         """Canonical microbatches of a batch; 0 without `scaling.elastic_determinism`."""
         return 0 if self.canonical_documents is None else -(-self.batch_documents // self.canonical_documents)
 
-    def context(self, short_documents: ShortDocuments) -> RunContext:
-        """The part of the run that its objective may depend on.
-
-        Args:
-            short_documents: treatment of short documents, from the shards' manifest.
-        """
+    def context(
+        self,
+        short_documents: ShortDocuments,  # treatment of short documents, from the shards' manifest
+    ) -> RunContext:
+        """The part of the run that its objective may depend on."""
         return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self.frontend)
 
     def plan(self, sizes: Sequence[int]) -> Plan:

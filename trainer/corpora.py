@@ -60,13 +60,11 @@ def shares_of(data: str | list[Corpus]) -> tuple[int, ...]:
     return (1,) if isinstance(data, str) else whole_shares([corpus.weight for corpus in data])
 
 
-def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> list[str]:
-    """Reasons why several corpora cannot be read as one, one line for each that differs from the first.
-
-    Args:
-        places: their folders or addresses by the settings that name them.
-        corpora: their manifests.
-    """
+def corpora_problems(
+    places: Mapping[str, str],  # their folders or addresses by the settings that name them
+    corpora: Sequence[Manifest],  # their manifests
+) -> list[str]:
+    """Reasons why several corpora cannot be read as one, one line for each that differs from the first."""
     labels = [f"{key} = {place}" for key, place in places.items()]
     first_traits, problems = _traits(corpora[0]), []
     for number, manifest in enumerate(corpora[1:], 1):

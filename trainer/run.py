@@ -27,34 +27,25 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.objectives.config import SpanConfig
 
-RESUME_SETTINGS = "resume_settings.json"
-"""The file of a run that holds the settings which decide its result."""
-DEVICE = "device.json"
-"""The file of a run that holds the device and the precision with which it began."""
+RESUME_SETTINGS = "resume_settings.json"  # the file of a run that holds the settings which decide its result
+DEVICE = "device.json"  # the file of a run that holds the device and the precision with which it began
 Device = Literal["cpu", "cuda"]
 _UNREADABLE = (DataError, ShardError, RemoteError, UsageError, OSError)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as its places were when they were looked up; nothing later looks one up again.
+    """A run as its places were when they were looked up; nothing later looks one up again."""
 
-    Attributes:
-        config: as the user gave it, with the spans' geometry of the shards and the hashes of what `validation` names.
-        folder: of the run on this host.
-        data: folders of the shards of each task on this host, one for each corpus; "" for the main one. Tasks whose
-            shards cannot all be read are left out, here and in `corpora`.
-        corpora: manifests of these shards.
-        scored: manifest of `validation.data`; None without, or without validations.
-        unreadable: setting and reason of each that names something which cannot be read.
-    """
-
+    # as the user gave it, with the spans' geometry of the shards and the hashes of what `validation` names.
     config: TrainConfig
-    folder: Path
+    folder: Path  # of the run on this host
+    # folders of the shards of each task on this host, one for each corpus; "" for the main one. Tasks whose shards
+    # cannot all be read are left out, here and in `corpora`.
     data: Mapping[str, tuple[Path, ...]]
-    corpora: Mapping[str, tuple[Manifest, ...]]
-    scored: Manifest | None
-    unreadable: Mapping[str, str]
+    corpora: Mapping[str, tuple[Manifest, ...]]  # manifests of these shards
+    scored: Manifest | None  # manifest of `validation.data`; None without, or without validations
+    unreadable: Mapping[str, str]  # setting and reason of each that names something which cannot be read
 
     @staticmethod
     def of(config: TrainConfig) -> "RunPlan":
@@ -107,11 +98,7 @@ class RunPlan:
 
     @cached_property
     def training_shards(self) -> dict[str, ShardSet]:
-        """The training split of each task, whose shards the driver has checked.
-
-        Raises:
-            ShardError: they cannot be read.
-        """
+        """The training split of each task, whose shards the driver has checked."""
         return {name: training_split(self.tasks[name], folders) for name, folders in self.data.items()}
 
     @cached_property
@@ -138,11 +125,7 @@ class RunPlan:
 
 
 def training_split(task: TaskSettings, folders: Sequence[Path]) -> ShardSet:
-    """The training rows of a task.
-
-    Raises:
-        ShardError: they cannot be read.
-    """
+    """The training rows of a task."""
     return ShardSet(folders[0], "train", look=False, part=task.part, others=folders[1:])
 
 
@@ -153,16 +136,12 @@ class DeviceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Content of `device.json`."""
 
     device: Device
+    # What the workers chose for `precision: auto`; None: they have not, or the setting says it.
     precision: Precision | None = None
-    """What the workers chose for `precision: auto`; None: they have not, or the setting says it."""
 
 
 def recorded_device(run: Path) -> DeviceRecord | None:
-    """The device that a run has chosen; None before its first start.
-
-    Raises:
-        DamagedError: `device.json` holds something else.
-    """
+    """The device that a run has chosen; None before its first start."""
     path = run / DEVICE
     try:
         return read_record(path, DeviceRecord)
@@ -189,16 +168,11 @@ def run_folder(run: str, cache: str) -> Path:
     return expand(run).absolute()
 
 
-def data_folder(data: str, cache: str) -> Path:
-    """The folder of the shards; for an address this host's copy, fetched at the first use.
-
-    Args:
-        data: `data` of the configuration, a folder or an address.
-        cache: `cache` of the configuration.
-
-    Raises:
-        OSError: it cannot be fetched.
-    """
+def data_folder(
+    data: str,  # `data` of the configuration, a folder or an address
+    cache: str,  # `cache` of the configuration
+) -> Path:
+    """The folder of the shards; for an address this host's copy, fetched at the first use."""
     return _copy(data, cache) if is_remote(data) else expand(data)
 
 
@@ -266,16 +240,15 @@ def _with_absolute_model(section: dict[str, Any]) -> dict[str, Any]:
 _GEOMETRY = ("num_anchors", "max_tokens", "min_tokens")
 
 
-def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manifest]) -> TrainConfig:
+def with_geometry(
+    config: TrainConfig,  # of the run
+    run: Path,  # folder of the run
+    manifests: Mapping[str, Manifest],  # of each task's first corpus, if its shards can be read; "" for the main task
+) -> TrainConfig:
     """The configuration with the shards' geometry for `spans` without `num_anchors`, `max_tokens` or `min_tokens`.
 
     A run with a checkpoint keeps the values it started with. Without a manifest the defaults stay. `min_tokens` is at
     most `max_tokens`.
-
-    Args:
-        config: of the run.
-        run: folder of the run.
-        manifests: of each task's first corpus, if its shards can be read; "" for the main task.
     """
     spans = {name: _spans(task, run, manifests.get(name)) for name, task in config.tasks().items()}
     auxiliary = {name: task.model_copy(update={"spans": spans[name]}) for name, task in config.auxiliary_tasks.items()}

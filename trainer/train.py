@@ -118,29 +118,18 @@ def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dic
 
 
 def run_training(
-    config: TrainConfig,
+    config: TrainConfig,  # of the run
+    # start time of the command (Unix time), for the log of its start; None: called from Python.
     started: float | None = None,
-    wait_for_ray: Callable[[], object] | None = None,
-    plan: RunPlan | None = None,
+    wait_for_ray: Callable[[], object] | None = None,  # waits until a Ray that is starting in a thread is ready
+    plan: RunPlan | None = None,  # `resolve(config)`, if the caller has it
 ) -> dict[str, Any]:
     """Trains to the last step, continuing from the run folder's newest checkpoint, and exports the encoder.
-
-    Args:
-        config: of the run.
-        started: start time of the command (Unix time), for the log of its start; None: called from Python.
-        wait_for_ray: waits until a Ray that is starting in a thread is ready.
-        plan: `resolve(config)`, if the caller has it.
 
     Returns:
         The run's summary, as written to `summary.json`: final and initial scores, the last step and the reason it was
         the last (`ended`: "last step", or "early" with `why` and `patience`), seconds, the export and the step of its
         weights.
-
-    Raises:
-        ConfigError: with every problem found before Ray starts.
-        TrainingFailedError: the run cannot continue; the message has the workers' reason, or that of a storage.
-        RunStoppedError: the process received a signal or lost the run; the steps so far are saved.
-        RunLockedError: another command works on the run folder.
     """
     from declutr.trainer.driver.supervisor import Signals
 
@@ -273,12 +262,7 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
 
 
 def _checked(config: TrainConfig) -> RunPlan | None:
-    """The plan of the run, checked before torch, transformers and Ray are loaded; None if places are to be fetched.
-
-    Raises:
-        ConfigError: with every problem.
-        RunLockedError: another command works on the run folder.
-    """
+    """The plan of the run, checked before torch, transformers and Ray are loaded; None if places are to be fetched."""
     refuse(place_problems(config.model_dump()))
     if any(map(is_remote, (config.run, *_data_places(config)))):
         return None
@@ -299,11 +283,7 @@ def _data_places(config: TrainConfig) -> list[str]:
 
 
 def _estimate(plan: RunPlan) -> str:
-    """The text of `--plan`.
-
-    Raises:
-        ConfigError: problems of the run, or of its first steps.
-    """
+    """The text of `--plan`."""
     from declutr.trainer.driver.estimate import plan_lines
     from declutr.trainer.step.gradcache import MicrobatchError
     from declutr.trainer.step.step import NonFiniteLossError

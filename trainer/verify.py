@@ -39,36 +39,22 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to compute the same gradient.
+    """One way to compute the same gradient."""
 
-    Attributes:
-        precision: precision of parameters and arithmetic.
-        processes: workers that share the batch.
-        microbatch_tokens: largest number of tokens in one forward; None: a worker's whole share.
-    """
-
-    precision: Precision
-    processes: int
-    microbatch_tokens: int | None
+    precision: Precision  # precision of parameters and arithmetic
+    processes: int  # workers that share the batch
+    microbatch_tokens: int | None  # largest number of tokens in one forward; None: a worker's whole share
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between a case and one process with the whole batch at once.
+    """Difference between a case and one process with the whole batch at once."""
 
-    Attributes:
-        case: the case.
-        loss: absolute difference of the loss.
-        absolute: largest absolute difference of a gradient's entry.
-        relative: the same divided by the largest entry of the reference.
-        limit: largest `relative` that counts as rounding.
-    """
-
-    case: Case
-    loss: float
-    absolute: float
-    relative: float
-    limit: float
+    case: Case  # the case
+    loss: float  # absolute difference of the loss
+    absolute: float  # largest absolute difference of a gradient's entry
+    relative: float  # the same divided by the largest entry of the reference
+    limit: float  # largest `relative` that counts as rounding
 
     @property
     def within(self) -> bool:

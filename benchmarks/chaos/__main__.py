@@ -45,23 +45,15 @@ _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for i
 
 @dataclass
 class Bench:
-    """State shared by all runs: data, seed, the quiet runs.
+    """State shared by all runs: data, seed, the quiet runs."""
 
-    Attributes:
-        top: folder of all files.
-        seed: seed of corpus, weights and moments of the faults.
-        census: census of all our processes.
-        steps: steps of a run whose fault has no number of its own.
-        patience: factor of every timeout.
-        quiet: state of the quiet runs, by CPUs per worker and steps. On a CPU these are threads, and threads decide the
-            order of sums; steps decide the schedule of the learning rate.
-    """
-
-    top: Path
-    seed: int
-    census: Census
-    steps: int
-    patience: float
+    top: Path  # folder of all files
+    seed: int  # seed of corpus, weights and moments of the faults
+    census: Census  # census of all our processes
+    steps: int  # steps of a run whose fault has no number of its own
+    patience: float  # factor of every timeout
+    # state of the quiet runs, by CPUs per worker and steps. On a CPU these are threads, and threads decide the order of
+    # sums; steps decide the schedule of the learning rate.
     quiet: dict[tuple[int, int], End] = field(default_factory=dict)
     _number: int = field(default=0, repr=False)
 

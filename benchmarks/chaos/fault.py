@@ -19,32 +19,21 @@ Setting = Literal["machine", "cluster", "elastic"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One line of the matrix.
+    """One line of the matrix."""
 
-    Attributes:
-        name: name of the fault.
-        inject: causes the fault in a run that trains and returns the moment of the fault. It also repeats the command
-            if the user would have to.
-        message: pattern of the message that the user must see; empty: none.
-        setting: place of the fault: one machine, a cluster with a fixed world, or one whose world may change.
-        restarts: whether the workers restart.
-        trains: whether new steps follow; False if the run was at its end.
-        needs_root: whether it needs a mount, and so root.
-        alters: whether updates are skipped, so that only documents and spans equal those of the quiet run.
-        changes: settings of the run that the fault needs.
-        steps: steps that its run needs at least.
-    """
-
-    name: str
+    name: str  # name of the fault
+    # causes the fault in a run that trains and returns the moment of the fault. It also repeats the command if the user
+    # would have to.
     inject: Callable[[Run], Snapshot]
-    message: str
+    message: str  # pattern of the message that the user must see; empty: none
+    # place of the fault: one machine, a cluster with a fixed world, or one whose world may change.
     setting: Setting = "machine"
-    restarts: bool = True
-    trains: bool = True
-    needs_root: bool = False
-    alters: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
+    restarts: bool = True  # whether the workers restart
+    trains: bool = True  # whether new steps follow; False if the run was at its end
+    needs_root: bool = False  # whether it needs a mount, and so root
+    alters: bool = False  # whether updates are skipped, so that only documents and spans equal those of the quiet run
+    changes: dict[str, Any] = field(default_factory=dict)  # settings of the run that the fault needs
+    steps: int = 0  # steps that its run needs at least
 
     @property
     def possible(self) -> bool:
@@ -69,41 +58,25 @@ class Fault:
 
 @dataclass
 class FaultRow:
-    """Result of a fault.
+    """Result of a fault."""
 
-    Attributes:
-        name: name of the fault.
-        recovered: whether the run continued as promised, informed its user, and ended like the quiet one; None: not
-            tried.
-        lost_seconds: time between the last kept step and the fault.
-        recovery_seconds: time between the fault and the first step after it.
-        batches_identical: whether documents, spans and masks of every step equal those of the quiet run.
-        parameters_identical: whether parameters, moments, queue and encoder are equal, bit for bit; None: another world
-            size.
-        commands: times the user had to repeat the command.
-        seen_by_user: line that informed the user.
-        problem: reason why the run has not recovered.
-        loss_difference: largest difference of a step's losses from the quiet run's, relative above 1.
-    """
-
-    name: str
+    name: str  # name of the fault
+    # whether the run continued as promised, informed its user, and ended like the quiet one; None: not tried.
     recovered: bool | None = None
-    lost_seconds: float | None = None
-    recovery_seconds: float | None = None
+    lost_seconds: float | None = None  # time between the last kept step and the fault
+    recovery_seconds: float | None = None  # time between the fault and the first step after it
+    # whether documents, spans and masks of every step equal those of the quiet run.
     batches_identical: bool | None = None
+    # whether parameters, moments, queue and encoder are equal, bit for bit; None: another world size.
     parameters_identical: bool | None = None
-    commands: int = 0
-    seen_by_user: str = ""
-    problem: str = ""
-    loss_difference: float | None = None
+    commands: int = 0  # times the user had to repeat the command
+    seen_by_user: str = ""  # line that informed the user
+    problem: str = ""  # reason why the run has not recovered
+    loss_difference: float | None = None  # largest difference of a step's losses from the quiet run's, relative above 1
 
 
 def observe(run: Run, fault: Fault, row: FaultRow) -> Snapshot:
-    """Cause the fault, wait for the first new step, and record the loss; return the moment of the fault.
-
-    Raises:
-        ChaosError: the run did not continue.
-    """
+    """Cause the fault, wait for the first new step, and record the loss; return the moment of the fault."""
     starts = run.starts
     snapshot = fault.inject(run)
     row.commands = run.starts - starts
@@ -154,19 +127,12 @@ _TOLERANCE = 1e-6  # another world adds in another order: 6.6e-7 was seen (docs/
 
 @dataclass(frozen=True)
 class End:
-    """Final state of a run.
+    """Final state of a run."""
 
-    Attributes:
-        digests: digests of documents, spans and masks, by step.
-        losses: losses by step.
-        parameters: checksums of the files of the last checkpoint and of the encoder.
-        seconds: time from the first step to the last.
-    """
-
-    digests: dict[int, int]
-    losses: dict[int, tuple[float, ...]]
-    parameters: dict[str, str]
-    seconds: float
+    digests: dict[int, int]  # digests of documents, spans and masks, by step
+    losses: dict[int, tuple[float, ...]]  # losses by step
+    parameters: dict[str, str]  # checksums of the files of the last checkpoint and of the encoder
+    seconds: float  # time from the first step to the last
 
     @classmethod
     def of(cls, run: Run) -> "End":
@@ -182,11 +148,7 @@ class End:
 
 
 def compare(row: FaultRow, run: Run, quiet: End, fault: Fault) -> None:
-    """Compare a run that has ended with the quiet one, and record the result of its fault.
-
-    Raises:
-        ChaosError: the run's metrics have a step twice.
-    """
+    """Compare a run that has ended with the quiet one, and record the result of its fault."""
     end, world_changes = End.of(run), fault.setting == "elastic"  # which changes the order of sums
     if not fault.alters and set(end.digests) != set(quiet.digests):
         fail(row, f"{len(end.digests)} steps in the metrics, the quiet run has {len(quiet.digests)}")

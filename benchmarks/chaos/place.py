@@ -48,11 +48,7 @@ def environment(top: Path) -> dict[str, str]:
 
 
 def leave_mounts_to_ourselves() -> None:
-    """As root, make mounts visible only to this process and its children; they end with these processes.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """As root, make mounts visible only to this process and its children; they end with these processes."""
     if os.geteuid() != 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -102,19 +102,12 @@ class ChaosError(RuntimeError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Moment of a run, for comparisons.
+    """Moment of a run, for comparisons."""
 
-    Attributes:
-        seconds: wall clock.
-        characters: length of the command's output so far.
-        inode: inode of the metrics file.
-        lines: metrics lines of the steps so far.
-    """
-
-    seconds: float
-    characters: int
-    inode: int | None
-    lines: dict[int, dict[str, Any]]
+    seconds: float  # wall clock
+    characters: int  # length of the command's output so far
+    inode: int | None  # inode of the metrics file
+    lines: dict[int, dict[str, Any]]  # metrics lines of the steps so far
 
     @property
     def step(self) -> int:
@@ -124,27 +117,16 @@ class Snapshot:
 
 @dataclass
 class Run:
-    """One run and the command that trains it, started as often as its user starts it.
+    """One run and the command that trains it, started as often as its user starts it."""
 
-    Attributes:
-        place: folder of the configuration, the output and the run.
-        values: the `train` section.
-        census: census of all our processes.
-        environment: environment of the command.
-        patience: factor of every timeout, for busy machines.
-        nodes: nodes of the cluster it runs on, if this benchmark made it.
-        starts: number of starts of the command.
-        ended: wall clock time at which its end was seen.
-    """
-
-    place: Path
-    values: dict[str, Any]
-    census: Census
-    environment: dict[str, str]
-    patience: float
-    nodes: Any = None
-    starts: int = 0
-    ended: float = 0.0
+    place: Path  # folder of the configuration, the output and the run
+    values: dict[str, Any]  # the `train` section
+    census: Census  # census of all our processes
+    environment: dict[str, str]  # environment of the command
+    patience: float  # factor of every timeout, for busy machines
+    nodes: Any = None  # nodes of the cluster it runs on, if this benchmark made it
+    starts: int = 0  # number of starts of the command
+    ended: float = 0.0  # wall clock time at which its end was seen
     driver: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _ranks: dict[int, int] = field(default_factory=dict, repr=False)
     _metrics: dict[int, BinaryIO] = field(default_factory=dict, repr=False)  # files of metrics so far, by inode

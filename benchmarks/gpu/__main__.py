@@ -39,8 +39,7 @@ _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their ker
 # bfloat16 has 8 bits. Counted on a CPU with 12 layers of the larger weights: 0.018 and 0.038 from float32; without any
 # dropped weight, 0.09 and 0.14 from attention that drops them.
 _TOLERANCES = {"embeddings": 0.04, "gradients": 0.08}
-_LARGER = 3
-"""Factor of new weights, beside whose residual stream attention would hardly show."""
+_LARGER = 3  # factor of new weights, beside whose residual stream attention would hardly show
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
 _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time", "repeat")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an option of this command

@@ -23,8 +23,7 @@ from benchmarks import record, workload
 from declutr.trainer.worker.device import repeat_bits
 
 _WARM_UP, _STEPS, _ROUNDS = 10, 30, 3
-_RATES = {"kernel": 0.0, "dropout": 0.1}
-"""Dropout of attention weights: torch's kernel, or the one of this project."""
+_RATES = {"kernel": 0.0, "dropout": 0.1}  # dropout of attention weights: torch's kernel, or the one of this project
 _CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 

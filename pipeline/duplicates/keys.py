@@ -54,18 +54,13 @@ _OPEN_UNITS = 1024  # files mapped at a time: systems allow about 65,000 maps a 
 class UnitKeys:
     """A unit's file of keys, mapped into memory."""
 
-    digest: str
-    """Hash of the contents and of the settings on which they depend."""
-    ordinals: NDArray[np.int32]
-    """`(num_documents,)`."""
-    ids: U64
-    """`(num_documents, 2)`: the two halves of each id."""
-    signatures: NDArray[np.uint16]
-    """`(num_documents, num_slots)`; no columns if near-duplicates are not searched for."""
+    digest: str  # hash of the contents and of the settings on which they depend
+    ordinals: NDArray[np.int32]  # `(num_documents,)`
+    ids: U64  # `(num_documents, 2)`: the two halves of each id
+    signatures: NDArray[np.uint16]  # `(num_documents, num_slots)`; no columns if near-duplicates are not searched for
     keys: U64
     rows: NDArray[np.int32]
-    labels: NDArray[np.object_]
-    """`(num_documents,)` texts; None without labels."""
+    labels: NDArray[np.object_]  # `(num_documents,)` texts; None without labels
 
 
 def keys_path(folder: Path, unit: str) -> Path:
@@ -74,28 +69,16 @@ def keys_path(folder: Path, unit: str) -> Path:
 
 
 def write_keys(
-    folder: Path,
-    unit: str,
-    config: DuplicatesConfig,
-    ids: Sequence[bytes],
-    ordinals: Sequence[int],
+    folder: Path,  # the output folder
+    unit: str,  # the unit's name
+    config: DuplicatesConfig,  # settings; at least one kind of duplicate is on
+    ids: Sequence[bytes],  # 16 bytes a document
+    ordinals: Sequence[int],  # the number of each document among all records of the unit, strictly ascending
+    # `(num_slots,)` a document, from a `Signer` of `config.near`; none without `config.near`.
     signatures: Sequence[NDArray[np.uint32]] = (),
-    labels: Sequence[str] = (),
+    labels: Sequence[str] = (),  # the label of each image or clip; none for texts, and without labels
 ) -> None:
-    """Writes the keys of a unit's kept documents, whole or not at all. Equal arguments give equal bytes.
-
-    Args:
-        folder: the output folder.
-        unit: the unit's name.
-        config: settings; at least one kind of duplicate is on.
-        ids: 16 bytes a document.
-        ordinals: the number of each document among all records of the unit, strictly ascending.
-        signatures: `(num_slots,)` a document, from a `Signer` of `config.near`; none without `config.near`.
-        labels: the label of each image or clip; none for texts, and without labels.
-
-    Raises:
-        ValueError: some documents have a label and others none.
-    """
+    """Writes the keys of a unit's kept documents, whole or not at all. Equal arguments give equal bytes."""
     count = len(ids)
     order = np.asarray(ordinals, np.int32)
     # Little-endian on any host, as the digest is of bytes.
@@ -139,11 +122,7 @@ def _one_row(array: NDArray[Any], list_type: pa.DataType) -> pa.Array:
 
 
 def open_keys(folder: Path, unit: str) -> UnitKeys:
-    """Maps a unit's keys into memory.
-
-    Raises:
-        ShardError: the file is missing or damaged.
-    """
+    """Maps a unit's keys into memory."""
     path = keys_path(folder, unit)
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -184,8 +163,7 @@ class Documents:
 
     folder: Path
     units: tuple[str, ...]
-    starts: I64
-    """`(num_units + 1,)`."""
+    starts: I64  # `(num_units + 1,)`
 
     @cached_property
     def _open(self) -> Callable[[str], UnitKeys]:
@@ -231,9 +209,6 @@ def number(folder: Path, units: Sequence[str]) -> tuple[Documents, list[str], in
 
     Returns:
         The numbered documents, the digest of every unit's keys, and the number of keys.
-
-    Raises:
-        ShardError: a file of keys is missing or damaged.
     """
     counts, digests, num_keys = [0], [], 0
     for unit in units:

@@ -42,10 +42,8 @@ from declutr.pipeline.readers.corpus import ID_BYTES
 
 DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")
-OTHER_LABEL = "duplicate_other_label"
-"""Reason of an exact copy whose label differs from that of the kept row."""
-LABELS = b"labels"
-"""Metadata key for the labels whose rows are kept, as JSON."""
+OTHER_LABEL = "duplicate_other_label"  # reason of an exact copy whose label differs from that of the kept row
+LABELS = b"labels"  # metadata key for the labels whose rows are kept, as JSON
 # Every document is compared with this many documents before it in its group: all pairs only in a small group.
 WINDOW = 16
 # In a larger group, the first document is compared with all others, then the first one that is not similar to it, and
@@ -63,10 +61,8 @@ class DuplicatePairs:
 
     later: I64
     earlier: I64
-    similarity: NDArray[np.float32]
-    """1 for equal texts, else the share of equal slots."""
-    exact: NDArray[np.bool_]
-    """True where the ids are equal."""
+    similarity: NDArray[np.float32]  # 1 for equal texts, else the share of equal slots
+    exact: NDArray[np.bool_]  # True where the ids are equal
 
     def __len__(self) -> int:
         return len(self.later)
@@ -86,11 +82,7 @@ def join(parts: Sequence[DuplicatePairs]) -> DuplicatePairs:
 
 
 def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, num_buckets: int) -> DuplicatePairs:
-    """The pairs found by the keys of one bucket, [bucket, bucket + 1) * 2**64 / num_buckets.
-
-    Raises:
-        ShardError: a file of keys is missing or damaged.
-    """
+    """The pairs found by the keys of one bucket, [bucket, bucket + 1) * 2**64 / num_buckets."""
     first, stop = bucket * 2**64 // num_buckets, (bucket + 1) * 2**64 // num_buckets
     keys, numbers = documents.with_keys(first, stop)
     order = np.argsort(keys, kind="stable")  # stable: a group is in the order of the corpus
@@ -216,13 +208,10 @@ class Decisions:
     """The documents to drop, by number, ascending; all arrays `(num_dropped,)`."""
 
     dropped: I64
-    kept: I64
-    """The earliest kept document that is similar to the dropped one."""
+    kept: I64  # the earliest kept document that is similar to the dropped one
     similarity: NDArray[np.float32]
-    exact: NDArray[np.bool_]
-    """True where the text equals that of the kept document."""
-    cluster_size: I64
-    """Number of documents that the kept one represents, including itself."""
+    exact: NDArray[np.bool_]  # True where the text equals that of the kept document
+    cluster_size: I64  # number of documents that the kept one represents, including itself
 
 
 def decide(pairs: DuplicatePairs) -> Decisions:
@@ -291,8 +280,7 @@ class Duplicate:
     kind: Literal["exact", "near"]
     similarity: float
     cluster_size: int
-    kept_label: str | None = None
-    """The kept one's label if it differs."""
+    kept_label: str | None = None  # the kept one's label if it differs
 
 
 def write_duplicates(
@@ -337,9 +325,6 @@ def removed(folder: Path, unit: str) -> tuple[dict[int, Duplicate], frozenset[st
     """The documents to drop from a unit, by ordinal, and the labels whose rows are kept (None: all).
 
     Reads only the unit's rows.
-
-    Raises:
-        FileNotFoundError: the search is not finished.
     """
     batch = pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
     labels_json = (batch.schema.metadata or {}).get(LABELS)

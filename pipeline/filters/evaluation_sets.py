@@ -62,23 +62,16 @@ class Contamination(Strict):
 class Match:
     """Text that a document shares with evaluation sets."""
 
-    num_ngrams: int
-    """Number of different n-grams or whole examples."""
-    name: str
-    """Evaluation set of the first one."""
-    words: str
-    """The first one, as folded words."""
+    num_ngrams: int  # number of different n-grams or whole examples
+    name: str  # evaluation set of the first one
+    words: str  # the first one, as folded words
 
 
 class ContaminationIndex:
     """The file that `build_index` writes, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Opens an index.
-
-        Raises:
-            ValueError: the file was written by another version.
-        """
+        """Opens an index."""
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         if metadata.get("version") != SCHEMA_VERSION:
@@ -193,9 +186,6 @@ def build_index(config: Contamination, path: Path) -> None:
     """Writes the index of all evaluation sets. Its bytes depend on the settings and the files' contents and names.
 
     An entry that several sets hold is recorded for the first set by name. Memory: about 100 bytes an entry.
-
-    Raises:
-        OSError: a file cannot be read (`contamination_problems` reports this earlier).
     """
     entries: dict[int, tuple[int, int, int]] = {}
     lengths: set[int] = set()

@@ -35,8 +35,7 @@ _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)
 _BULLETS = frozenset("•‣▶◀◦■□▪▫●○·*-–")
 _ELLIPSES = ("...", "…")
 
-Drop = tuple[str, str]
-"""Reason, and the figure that decided."""
+Drop = tuple[str, str]  # reason, and the figure that decided
 
 
 class GopherQuality(Strict):
@@ -62,15 +61,13 @@ class GopherQuality(Strict):
     """Least number of different English stop words; null: any."""
 
 
-def quality_drop(text: str, words: WordHashes, lines: list[str], config: GopherQuality) -> Drop | None:
-    """The first rule that a document breaks, or None.
-
-    Args:
-        text: the document with its lines.
-        words: its words, not folded.
-        lines: its lines, stripped, without blank ones.
-        config: the thresholds.
-    """
+def quality_drop(
+    text: str,  # the document with its lines
+    words: WordHashes,  # its words, not folded
+    lines: list[str],  # its lines, stripped, without blank ones
+    config: GopherQuality,  # the thresholds
+) -> Drop | None:
+    """The first rule that a document breaks, or None."""
     num_words = max(1, len(words))
     if not _within(len(words), config.min_words, config.max_words):
         return "gopher_word_count", f"{len(words)} words"

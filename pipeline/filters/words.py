@@ -34,10 +34,8 @@ class WordHashes:
     """The words of a text in order: three arrays of shape `(n,)`."""
 
     hashes: U64
-    lengths: NDArray[np.int64]
-    """Number of characters."""
-    with_letter: NDArray[np.bool_]
-    """True for words with at least one letter of any script."""
+    lengths: NDArray[np.int64]  # number of characters
+    with_letter: NDArray[np.bool_]  # True for words with at least one letter of any script
 
     def __len__(self) -> int:
         return len(self.hashes)

@@ -43,10 +43,8 @@ class Sample:
     """Parts of one format and about one size; the beginning of the middle one is read and stands for all of them."""
 
     parts: list[Part]
-    num_bytes: int = 0
-    """Input bytes that were read."""
-    sums: Sums = field(default_factory=lambda: np.zeros(len(SUMS)))
-    """Sums over the records that were read."""
+    num_bytes: int = 0  # input bytes that were read
+    sums: Sums = field(default_factory=lambda: np.zeros(len(SUMS)))  # sums over the records that were read
 
     @property
     def part(self) -> Part:
@@ -105,8 +103,7 @@ class Estimate:
 
     documents: int
     kept: int
-    lines: list[str]
-    """The estimate as text."""
+    lines: list[str]  # the estimate as text
 
 
 def makespan(seconds: Iterable[float], num_cpus: int) -> float:
@@ -145,9 +142,6 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cp
     """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
     The time is that on `cpus` CPUs, at least 1; None: on those of the session, else on all of this machine.
-
-    Raises:
-        ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     config, units, kind = job.config, job.units, job.config.content.kind
     samples = draw_samples([part for unit in units for part in unit.parts])

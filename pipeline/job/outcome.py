@@ -35,14 +35,12 @@ _REMEDIES = {
 }
 
 
-def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[ReadFailure] = ()) -> str | None:
-    """An error message if no document was kept, else None.
-
-    Args:
-        counts: counts of all units.
-        config: settings.
-        failures: examples of failures.
-    """
+def nothing_kept(
+    counts: Counts,  # counts of all units
+    config: PipelineConfig,  # settings
+    failures: Sequence[ReadFailure] = (),  # examples of failures
+) -> str | None:
+    """An error message if no document was kept, else None."""
     if counts.kept:
         return None
     if counts.read == 0:

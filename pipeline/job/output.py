@@ -62,18 +62,13 @@ class PreparePlan(Strict):
 
     config: dict[str, Any]
     config_hash: str
-    units: dict[str, str]
-    """Hash of each unit's inputs, by unit name."""
-    files: dict[str, str]
-    """Hash of other files that influence the choice, by setting."""
-    sources: dict[str, str]
-    """First source of each unit, by unit name, for messages on changed inputs."""
-    input_states: dict[str, InputState]
-    """State of each unit's inputs, by unit name."""
+    units: dict[str, str]  # hash of each unit's inputs, by unit name
+    files: dict[str, str]  # hash of other files that influence the choice, by setting
+    sources: dict[str, str]  # first source of each unit, by unit name, for messages on changed inputs
+    input_states: dict[str, InputState]  # state of each unit's inputs, by unit name
+    # Skipped files, by kind; without influence on whether a folder can be continued.
     skipped: dict[str, Skip] = Field(default_factory=dict)
-    """Skipped files, by kind; without influence on whether a folder can be continued."""
-    documents: bool = False
-    """True if the extra `documents` decides what is read."""
+    documents: bool = False  # True if the extra `documents` decides what is read
 
 
 def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Skip] | None = None) -> PreparePlan:
@@ -118,11 +113,7 @@ class Output:
 
     @contextmanager
     def owned(self, lost: Callable[[], None]) -> Iterator[None]:
-        """Keeps other commands away from the output; `lost` is called if one has taken it over.
-
-        Raises:
-            RunLockedError: another command holds the output.
-        """
+        """Keeps other commands away from the output; `lost` is called if one has taken it over."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with RunLock(self.folder, lost):
@@ -233,11 +224,7 @@ class Output:
         return finished_sidecar(unit, self.stage_folder(stage), settings_hash)
 
     def find_duplicates(self, units: list[str], labels: list[str] | None) -> None:
-        """Searches for duplicates among the candidates of all units; records the labels whose rows are kept.
-
-        Raises:
-            ShardError: a file of keys is missing or damaged.
-        """
+        """Searches for duplicates among the candidates of all units; records the labels whose rows are kept."""
         table = find_duplicates(self.folder / CANDIDATES, units, self.duplicates, self.session, labels=labels)
         table.replace(self.folder / DUPLICATES)
         fsync_path(self.folder)  # or a power cut could undo the rename
@@ -282,10 +269,8 @@ def _compare(unit: Unit, before: InputState | None, verify: bool) -> str:
 class Preparation:
     """What a command does, planned once: no part looks at the settings or the inputs again to find it out."""
 
-    config: PipelineConfig
-    """The settings, with the size of units that the corpus decides."""
-    units: list[Unit]
-    """The units, with the states of their files."""
+    config: PipelineConfig  # the settings, with the size of units that the corpus decides
+    units: list[Unit]  # the units, with the states of their files
     plan: PreparePlan
     output: Output
 
@@ -314,11 +299,7 @@ def sample_texts(
 
 
 def write_shared_files(job: Preparation, folder: Path) -> TokenizerInfo | None:
-    """Writes the files that every task needs, unless they exist; None if the content has no text.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Writes the files that every task needs, unless they exist; None if the content has no text."""
     config, tokenizer = job.config, job.config.tokenizer
     if config.filters.contamination and not (folder / INDEX).exists():
         with atomic_file(folder / INDEX) as aside:
@@ -344,11 +325,7 @@ def write_shared_files(job: Preparation, folder: Path) -> TokenizerInfo | None:
 
 
 def output_engine(job: Preparation, folder: Path, units: Sequence[Unit]) -> EngineName | None:
-    """The engine for the tokenizer in a folder, compared on texts of units; None if the content has no text.
-
-    Raises:
-        ConfigError: the engine in tokenizer.engine does not give the same ids.
-    """
+    """The engine for the tokenizer in a folder, compared on texts of units; None if the content has no text."""
     config = job.config
     if config.tokenizer is None:
         return None

@@ -39,12 +39,7 @@ _ATTEMPTS = 10
 
 
 def run_stages(job: Preparation, tokenizer: TokenizerInfo | None) -> list[Sidecar]:
-    """Completes the units of an output; returns their sidecars in plan order.
-
-    Raises:
-        ConfigError: the engine in tokenizer.engine does not give the same ids.
-        ShardError: a task could not read its input or write its output.
-    """
+    """Completes the units of an output; returns their sidecars in plan order."""
     output, units = job.output, job.units
     if not output.duplicates.enabled:
         return _run("prepare", job, units, tokenizer)
@@ -148,11 +143,7 @@ def work_on(
 
 
 def _refuse_missing(unit: Unit) -> None:
-    """Checks that this host sees the local inputs that the command saw; otherwise they would count as failed.
-
-    Raises:
-        FileNotFoundError: it does not.
-    """
+    """Checks that this host sees the local inputs that the command saw; otherwise they would count as failed."""
     for part in unit.parts:
         if unit.file_states.get(part.path) and not is_remote(part.path) and not Path(part.path).exists():
             raise FileNotFoundError(

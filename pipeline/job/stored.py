@@ -55,8 +55,7 @@ class OutputStore:
     """
 
     remote: Folder
-    cache: str
-    """`cache` of the configuration; each host expands it."""
+    cache: str  # `cache` of the configuration; each host expands it
 
     @property
     def cache_dir(self) -> Path:
@@ -73,21 +72,16 @@ class OutputStore:
             self.remote.put(name, folder / name)
 
     def host_keys(self, files: Files) -> Path:
-        """This host's copy of the keys of all units, by name in the candidates; fetched at the first use.
-
-        Raises:
-            AlteredError: a file is missing or altered.
-        """
+        """This host's copy of the keys of all units, by name in the candidates; fetched at the first use."""
         return (self.remote / CANDIDATES).cached(self.cache_dir / _COPIES, files)
 
     @contextlib.contextmanager
-    def staging_dir(self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> Iterator[Path]:
-        """A temporary folder of this host with the layout of an output folder, for one task.
-
-        Args:
-            shared: files that all tasks need; a host fetches them once.
-            own: files that this task needs.
-        """
+    def staging_dir(
+        self,
+        shared: Mapping[str, FileRecord],  # files that all tasks need; a host fetches them once
+        own: Mapping[str, FileRecord],  # files that this task needs
+    ) -> Iterator[Path]:
+        """A temporary folder of this host with the layout of an output folder, for one task."""
         copy = self.remote.cached(self.cache_dir / _COPIES, shared)
         (self.cache_dir / _TASKS).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.cache_dir / _TASKS) as name:
@@ -151,20 +145,12 @@ class StoredOutput(Output):
 
     @contextlib.contextmanager
     def owned(self, lost: Callable[[], None]) -> Iterator[None]:
-        """Keeps other commands away from the address; `lost` is called if one has taken it over.
-
-        Raises:
-            RunLockedError: another command holds the address.
-        """
+        """Keeps other commands away from the address; `lost` is called if one has taken it over."""
         with StoreLock(self.remote, lost):
             yield
 
     def refresh(self) -> None:
-        """Fetches the small files of the output: plan, tokenizer, sidecars of finished units.
-
-        Raises:
-            AlteredError: a list is damaged.
-        """
+        """Fetches the small files of the output: plan, tokenizer, sidecars of finished units."""
         self._sizes = self.remote.sizes()
         self._listing = self.remote.listing() if LISTING in self._sizes else None
         shared = self._listing or {}
@@ -227,11 +213,7 @@ class StoredOutput(Output):
         return {(folder / name).relative_to(self.folder).as_posix(): record for name, record in files.items()}
 
     def find_duplicates(self, units: list[str], labels: list[str] | None) -> None:
-        """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
-
-        Raises:
-            ShardError: a file of keys is missing or damaged.
-        """
+        """Searches for duplicates among the candidates of all units, with a copy of their keys on each host."""
         names = {
             name.removeprefix(f"{CANDIDATES}/"): record
             for unit in units
@@ -272,12 +254,7 @@ class StoredOutput(Output):
 
 @contextlib.contextmanager
 def open_output(config: PipelineConfig) -> Iterator[Output]:
-    """The output that the settings give, for one command.
-
-    Raises:
-        RemoteError: the store refuses, or did not answer in time.
-        ConfigError: `cache` cannot be written.
-    """
+    """The output that the settings give, for one command."""
     if not is_remote(config.output):
         yield Output(config.output, expand(config.output).absolute(), config.duplicates, config.session)
         return

@@ -70,20 +70,18 @@ from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()
 MOST_UNITS = 65_536
-UNITS = "units"
-"""Folder of the sidecars in the output folder."""
+UNITS = "units"  # folder of the sidecars in the output folder
 
 
 class Unit(Strict):
     """Parts of the corpus that one task reads in order and writes to the shards named after the unit."""
 
-    name: str
-    """The unit's place in the plan, five or more digits."""
+    name: str  # the unit's place in the plan, five or more digits
     parts: list[Part]
+    # State of its files when the plan was made, by path; empty without a call of `with_file_states`.
     file_states: dict[str, FileState | None] = Field(default_factory=dict)
-    """State of its files when the plan was made, by path; empty without a call of `with_file_states`."""
+    # True if the host that made the plan has the extra `documents`.
     documents: bool = Field(default_factory=lambda: not missing_extra("documents", ""))
-    """True if the host that made the plan has the extra `documents`."""
 
     @property
     def input_state(self) -> InputState | None:
@@ -217,11 +215,7 @@ def with_file_states(units: Sequence[Unit]) -> list[Unit]:
 
 
 def input_state_read(unit: Unit) -> InputState | None:
-    """The input state of a unit that was just read; None if `with_file_states` recorded no state of its files.
-
-    Raises:
-        OSError: a file was changed after planning. (A missing file is already counted as a failure.)
-    """
+    """The input state of a unit that was just read; None if `with_file_states` recorded no state of its files."""
     if not unit.file_states:
         return None
     digest = digest_parts(unit.parts)  # before the check, so that a change while it is computed is seen
@@ -265,17 +259,13 @@ class UnitWriter(ExitStack):
         self._write_rejected = self.enter_context(self._rejected)
         return self
 
-    def keep(self, entry: Entry, content: NDArray[np.uint32] | Media, layout: Layout | None = None) -> None:
-        """Adds a row to the shard of the split that its status names.
-
-        Args:
-            entry: its ledger row.
-            content: token ids of a document or of short texts; or an image or a clip.
-            layout: places of the short texts.
-
-        Raises:
-            ShardError: a token id is beyond the vocabulary.
-        """
+    def keep(
+        self,
+        entry: Entry,  # its ledger row
+        content: NDArray[np.uint32] | Media,  # token ids of a document or of short texts; or an image or a clip
+        layout: Layout | None = None,  # places of the short texts
+    ) -> None:
+        """Adds a row to the shard of the split that its status names."""
         assert entry.id is not None
         shard = self._shards[entry.status]  # type: ignore[index]
         row = shard.add(entry.id, content, entry.source, entry.offset, layout)
@@ -299,11 +289,7 @@ class UnitWriter(ExitStack):
         self._write_rejected(entry, text)
 
     def finish(self, input_state: InputState | None = None, losses: Losses | None = None) -> Sidecar:
-        """Writes the sidecar with the state of the inputs and the losses of files: the unit is finished.
-
-        Raises:
-            ShardError: the counts do not balance.
-        """
+        """Writes the sidecar with the state of the inputs and the losses of files: the unit is finished."""
         counts = sum_counts([self.running])
         counts.check(f"unit {self._unit.name}")
         others = [f"{REJECTED}/{self._unit.name}.jsonl.gz", f"keys/{self._unit.name}.arrow"]

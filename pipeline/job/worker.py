@@ -39,14 +39,12 @@ from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineNam
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 BEAT_SECONDS = 2.0
-CANDIDATES = "candidates"
-"""Folder in the output folder for the files of units before duplicates are found."""
+CANDIDATES = "candidates"  # folder in the output folder for the files of units before duplicates are found
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 
-Content = NDArray[np.uint32] | Media
-"""Token ids `(num_tokens,)` of a row of texts; or an image or a clip."""
+Content = NDArray[np.uint32] | Media  # token ids `(num_tokens,)` of a row of texts; or an image or a clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,9 @@ class Decision:
 
     entry: Entry
     text: str = ""
-    texts: tuple[str, ...] = ()
-    """Texts of a row of sentences, pairs or triples, cleaned; none for documents."""
-    labels: tuple[int, ...] = ()
-    """Label of each text."""
-    layout: Layout | None = None
-    """Places of the texts in the row's tokens, if it is kept."""
+    texts: tuple[str, ...] = ()  # texts of a row of sentences, pairs or triples, cleaned; none for documents
+    labels: tuple[int, ...] = ()  # label of each text
+    layout: Layout | None = None  # places of the texts in the row's tokens, if it is kept
 
     @property
     def split_key(self) -> bytes:
@@ -82,10 +77,6 @@ def write_unit(
 
     The bytes written depend only on the unit, the settings and the tokenizer, not on the engine that applies it. A file
     in the folder `beats` has the unit's progress: input bytes read, documents read, documents kept.
-
-    Raises:
-        OSError: an input was changed after planning.
-        ShardError: the tokenizer gave an id beyond its vocabulary, or the counts do not balance.
     """
     duplicates = config.duplicates
     target = folder / CANDIDATES if duplicates.enabled else folder
@@ -234,11 +225,7 @@ def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> 
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo | None) -> Sidecar:
-    """Writes one unit from candidates and the list of duplicates in `folder`, without reading or tokenizing again.
-
-    Raises:
-        ShardError: the counts do not balance.
-    """
+    """Writes one unit from candidates and the list of duplicates in `folder`, without reading or tokenizing again."""
     candidates = folder / CANDIDATES
     copies, labels = removed(folder, unit.name)
     rows = {split: _rows(candidates / f"{split}-{unit.name}.arrow") for split in SPLITS}

@@ -44,10 +44,6 @@ def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
     """A clip as the shards hold it.
 
     At most `content.max_seconds` are read, whatever length the header gives.
-
-    Raises:
-        UndecodableError: `not_audio`, `unsupported`, `truncated`, `several_streams`, `undecodable` or `not_finite`.
-        UnsuitableError: it is empty, silent or shorter than a frame.
     """
     if not data:
         raise UnsuitableError(EMPTY, "the file has no bytes")
@@ -203,10 +199,6 @@ def check_ogg(data: bytes) -> None:
     """Checks that a file is one stream with all its pages; bytes before, between and after pages are skipped.
 
     The time is linear in the size of the file.
-
-    Raises:
-        UndecodableError: `truncated` without the last page or with a damaged one; `several_streams` with a further
-            stream, chained or interleaved.
     """
     streams, flags, at = 0, 0, data.find(_CAPTURE)
     while at >= 0:

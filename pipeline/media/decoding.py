@@ -65,21 +65,18 @@ class Decoded(msgspec.Struct, frozen=True):
     """An image or clip as the shards hold it."""
 
     media: Media
-    id: bytes
-    """16 bytes: a hash of the stored pixels or frames, without the label."""
-    notes: tuple[str, ...]
-    """Changes that are counted, such as `first_frame`."""
+    id: bytes  # 16 bytes: a hash of the stored pixels or frames, without the label
+    notes: tuple[str, ...]  # changes that are counted, such as `first_frame`
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one decode; a file beyond them is a failure."""
 
+    # Memory of the process that decodes, in addition to its libraries. A progressive JPEG of the most pixels needs 0.9
+    # GiB.
     memory_mib: int = 1280
-    """Memory of the process that decodes, in addition to its libraries. A progressive JPEG of the most pixels needs
-    0.9 GiB."""
-    cpu_seconds: float = 20.0
-    """Time of the processor."""
+    cpu_seconds: float = 20.0  # time of the processor
 
 
 LIMITS = Limits()
@@ -178,11 +175,7 @@ class _Child:
         """The batch with the files whose answers are awaited."""
 
     def answer(self, content: str, files: Sequence[bytes], batch: Sequence[bytes]) -> list[Answer] | None:
-        """The answers to files of a batch; None if the process ended before it had sent them.
-
-        Raises:
-            InterruptedError: the batch was abandoned.
-        """
+        """The answers to files of a batch; None if the process ended before it had sent them."""
         self.batch = batch
         try:
             self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
@@ -215,12 +208,7 @@ _turns = Lock()  # a process answers one batch at a time
 
 
 def decode(content: MediaContent | str, files: Sequence[bytes], limits: Limits) -> list[Answer]:
-    """The answer for each image, clip or html, docx or pdf file (`content`: its kind), in order, without labels.
-
-    Raises:
-        OSError: the process was killed from outside, or cannot start.
-        InterruptedError: the batch was abandoned.
-    """
+    """The answer for each image, clip or html, docx or pdf file (`content`: its kind), in order, without labels."""
     key = content if isinstance(content, str) else content.model_dump_json()
     with _turns:
         try:

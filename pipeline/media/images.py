@@ -49,11 +49,6 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
 
     The size in the header is checked before any pixel is decoded. The result depends on the bytes and the settings.
     Pillow warns of damaged metadata, which are not used.
-
-    Raises:
-        UndecodableError: `not_an_image`, `too_many_pixels`, `truncated` or `undecodable`.
-        UnsuitableError: the file is empty, or the image is longer than MAX_RATIO times `shortest_edge`.
-        MemoryError: the limit of the process is reached.
     """
     from PIL import Image as Pillow  # imported here because only images need it
 

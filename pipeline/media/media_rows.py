@@ -38,8 +38,7 @@ from declutr.pipeline.tokenizer.batch_tokenizer import batches
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
-NO_LABEL = "no_label"
-"""Failure reason of an image or clip without a label."""
+NO_LABEL = "no_label"  # failure reason of an image or clip without a label
 MAX_CHARACTERS = 255  # longest label
 
 
@@ -85,25 +84,19 @@ _BATCH_FILES = 64
 class MediaRow(Document):
     """An image or a clip as the shards hold it; `text` is empty."""
 
-    id: bytes
-    """16 bytes: a hash of the stored pixels or frames, without the label."""
+    id: bytes  # 16 bytes: a hash of the stored pixels or frames, without the label
     media: Media
-    num_bytes: int
-    """Bytes of the file that it was read from."""
-    notes: tuple[str, ...]
-    """Changes that are counted, such as `first_frame`."""
+    num_bytes: int  # bytes of the file that it was read from
+    notes: tuple[str, ...]  # changes that are counted, such as `first_frame`
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedMedia(Rejected):
     """An image or a clip that forms no row."""
 
-    id: bytes
-    """16 bytes: a hash of its file."""
-    num_bytes: int
-    """Bytes of the file."""
-    detail: str
-    """Deciding figure."""
+    id: bytes  # 16 bytes: a hash of its file
+    num_bytes: int  # bytes of the file
+    detail: str  # Deciding figure
 
 
 def blob_rules(content: AnyContent) -> BlobRules | None:

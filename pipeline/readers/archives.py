@@ -29,12 +29,9 @@ class Member:
     """One entry of an archive."""
 
     name: str
-    kind: str
-    """`file`, `folder`, or a description of anything else."""
-    start: int
-    """Position of its first header in the archive."""
-    data: ByteStream
-    """The contents; read them before the next member is requested."""
+    kind: str  # `file`, `folder`, or a description of anything else
+    start: int  # position of its first header in the archive
+    data: ByteStream  # the contents; read them before the next member is requested
 
 
 def _contents(stream: ByteStream, size: int) -> ByteStream:
@@ -57,20 +54,14 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"  # GNU's magic has another sixth byte
 
 
-def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Iterator[Member]:
+def members(
+    stream: ByteStream,  # the archive
+    stop: int,  # a position in it
+    ends: list[int] | None = None,  # list that receives the position after each end mark
+) -> Iterator[Member]:
     """Members whose header starts before `stop`, of a stream that is positioned at a header.
 
     Concatenated archives are read as one, so that nothing after the first end mark is lost.
-
-    Args:
-        stream: the archive.
-        stop: a position in it.
-        ends: list that receives the position after each end mark.
-
-    Raises:
-        OSError: a header is damaged, so that the next one cannot be found.
-        EOFError: the archive has no end mark.
-        other READ_ERRORS: the stream failed.
     """
     said, start = _Said(), stream.position
     while start < stop:
@@ -162,11 +153,7 @@ def _skip_zeros(stream: ByteStream, start: int) -> bool:
 
 
 def _number(field: bytes) -> int:
-    """An octal number, or a binary one if the first bit is set, as GNU tar writes sizes above 8 GiB.
-
-    Raises:
-        OSError: the field is not a number, or the number is too large for an archive.
-    """
+    """An octal number, or a binary one if the first bit is set, as GNU tar writes sizes above 8 GiB."""
     if field[0] == 0x80:  # GNU's base-256
         number = int.from_bytes(field[1:], "big")
         if number > _MAX_NUMBER:

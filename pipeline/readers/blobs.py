@@ -20,8 +20,7 @@ from declutr.pipeline.readers.corpus import (
 )
 from declutr.pipeline.readers.streams import BLOCK_BYTES, Body, bounded_content
 
-LABEL_ALONE = "label_alone"
-"""Reason of a label without an image or clip next to it."""
+LABEL_ALONE = "label_alone"  # reason of a label without an image or clip next to it
 LABEL_SUFFIX = ".cls"
 _LABEL_BYTES = 1024
 

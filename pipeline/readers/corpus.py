@@ -13,17 +13,14 @@ from declutr.common.errors import suggest
 
 MIB = 2**20
 UNIT_MIB = 32.0  # text of a unit of preparation in MiB, unless the corpus is larger than any today
-ID_BYTES = 16
-"""Length of a document id."""
-END = 2**62
-"""`stop` of a part that extends to the end of its file."""
+ID_BYTES = 16  # length of a document id
+END = 2**62  # `stop` of a part that extends to the end of its file
 
 MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 
 Choice = Literal[
     "auto", "auto_text_file", "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet"
-]
-"""Settings of `corpus.format`; the last ones are formats of all files."""
+]  # settings of `corpus.format`; the last ones are formats of all files
 Format = Literal[
     "jsonl", "json", "text", "text_file", "parquet", "arrow", "csv", "tsv", "wet", "document", "blob", "label", "other"
 ]
@@ -32,13 +29,10 @@ blob: an image or clip. label: a label of one. other: a file of such a corpus th
 NO_TEXT = "no_text_field"
 _SHOWN_CHARACTERS = 200
 _MIN_DOCUMENT_BYTES = 64
-FIELD_FORMATS = ("jsonl", "json", "csv", "tsv", "parquet")
-"""Formats of files whose rows have several values."""
+FIELD_FORMATS = ("jsonl", "json", "csv", "tsv", "parquet")  # formats of files whose rows have several values
 
-Names = tuple[str, ...]
-"""Keys or columns that hold a text, in the order in which their values are joined."""
-Keys = Mapping[str, str]
-"""Key or column of each value, by the setting that names it."""
+Names = tuple[str, ...]  # keys or columns that hold a text, in the order in which their values are joined
+Keys = Mapping[str, str]  # key or column of each value, by the setting that names it
 
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -66,8 +60,7 @@ TAR_SUFFIX = ".tar"
 COMPRESSED_SUFFIXES = {
     **dict.fromkeys((".gz", ".bgz", ".xz", ".zst", ".zstd", ".bz2"), ""),
     **dict.fromkeys((".tgz", ".txz", ".tbz", ".tbz2", ".tzst"), ".tar"),
-}
-"""Suffixes of compressed files, each with the further suffix that it implies."""
+}  # Suffixes of compressed files, each with the further suffix that it implies
 
 
 def bare_suffix(name: str) -> str:
@@ -110,8 +103,7 @@ class Blob(Document):
     """An image, a clip or an html, docx or pdf file as it is stored; `text` is empty."""
 
     data: bytes
-    label: str | None
-    """Label stored with it; None if there is none."""
+    label: str | None  # label stored with it; None if there is none
 
 
 Value = str | int | None
@@ -131,8 +123,7 @@ class ReadFailure(Strict):
     source: str
     offset: int
     message: str
-    rest: bool = False
-    """True if the rest of the source is lost with it."""
+    rest: bool = False  # True if the rest of the source is lost with it
 
     def __str__(self) -> str:
         return f"{self.source}:{self.offset} {self.reason}: {self.message}"
@@ -156,21 +147,18 @@ def unreadable(error: Exception, source: str, offset: int) -> ReadFailure:
 class Part(Strict):
     """A stretch of one file that one task reads. It depends only on the input and the settings."""
 
+    # stream: a whole file whose format follows from its content and name (pipeline/readers/files.py). lost: a folder, a
+    # link or a file that could not be read when the corpus was searched; it gives one failure.
     format: Literal["jsonl", "text", "stream", "tar", "parquet", "arrow", "python", "topics", "lost"]
-    """stream: a whole file whose format follows from its content and name (pipeline/readers/files.py). lost: a folder,
-    a link or a file that could not be read when the corpus was searched; it gives one failure."""
-    path: str
-    """Absolute local path, or an address with a protocol."""
-    source: str
-    """Name of the file relative to its input root, so that it stays the same when the corpus is moved."""
+    path: str  # absolute local path, or an address with a protocol
+    source: str  # name of the file relative to its input root, so that it stays the same when the corpus is moved
     start: int
+    # [start, stop) in bytes of the file (jsonl, text, stream, python), in bytes of the uncompressed archive (tar), in
+    # row groups (parquet), in record batches (arrow).
     stop: int
-    """[start, stop) in bytes of the file (jsonl, text, stream, python), in bytes of the uncompressed archive (tar), in
-    row groups (parquet), in record batches (arrow)."""
+    # Input bytes (compressed if the file is). The parts of a file add up to its size (nearly, for Parquet).
     num_bytes: int
-    """Input bytes (compressed if the file is). The parts of a file add up to its size (nearly, for Parquet)."""
-    weight: int
-    """Approximate bytes of text, by which units are cut."""
+    weight: int  # Approximate bytes of text, by which units are cut
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -225,10 +213,8 @@ class Input:
     path: str
     source: str
     num_bytes: int
-    searched: bool
-    """True if found in a folder or by a glob, where files of unknown format are skipped and counted."""
-    lost: bool = False
-    """True for a folder, a link or a file that cannot be read."""
+    searched: bool  # True if found in a folder or by a glob, where files of unknown format are skipped and counted
+    lost: bool = False  # True for a folder, a link or a file that cannot be read
 
 
 def document_id(normalised: bytes) -> bytes:
@@ -240,14 +226,10 @@ def document_id(normalised: bytes) -> bytes:
 class BlobRules:
     """Rules for reading a corpus of images or clips."""
 
-    kind: str
-    """`images` or `audio`, for messages."""
-    suffixes: frozenset[str]
-    """Endings of their files."""
-    setting: str
-    """Setting that names the column."""
-    column: str
-    """Column of the images or clips in Parquet."""
+    kind: str  # `images` or `audio`, for messages
+    suffixes: frozenset[str]  # Endings of their files
+    setting: str  # setting that names the column
+    column: str  # column of the images or clips in Parquet
     label_column: str
 
 
@@ -255,22 +237,14 @@ class BlobRules:
 class Rules:
     """Rules for reading the files of a corpus."""
 
-    format: Format | None
-    """Format of all files; None detects it for each file."""
-    text_names: Names
-    """Keys or columns of a text."""
-    max_bytes: int
-    """Largest document."""
-    keys: Keys = field(default_factory=dict)
-    """Keys of several values to read instead of a text; none for texts."""
-    max_file_bytes: int | None = None
-    """Largest file, uncompressed; None: any."""
-    blobs: BlobRules | None = None
-    """Rules for images or clips; None for texts."""
-    plain: Literal["text", "text_file"] = "text"
-    """Format of a .txt outside an archive."""
-    documents: bool = False
-    """True if html, docx and pdf files are read."""
+    format: Format | None  # format of all files; None detects it for each file
+    text_names: Names  # keys or columns of a text
+    max_bytes: int  # largest document
+    keys: Keys = field(default_factory=dict)  # keys of several values to read instead of a text; none for texts
+    max_file_bytes: int | None = None  # largest file, uncompressed; None: any
+    blobs: BlobRules | None = None  # rules for images or clips; None for texts
+    plain: Literal["text", "text_file"] = "text"  # format of a .txt outside an archive
+    documents: bool = False  # True if html, docx and pdf files are read
 
     @property
     def suffixes(self) -> Collection[str]:

@@ -255,24 +255,15 @@ def _skip_line(stream: ByteStream) -> None:
 
 
 def read_stream(
-    stream: ByteStream,
-    source: str,
-    rules: Rules,
+    stream: ByteStream,  # the bytes of the file
+    source: str,  # its name; archives and members are joined with "!"
+    rules: Rules,  # rules for reading
     *,
-    depth: int = 0,
-    compressed: int = 0,
-    allowance: Allowance | None = None,
+    depth: int = 0,  # number of archives around the stream
+    compressed: int = 0,  # layers of compression removed since the last archive
+    allowance: Allowance | None = None,  # allowance of the file around the stream; None if the stream is the file
 ) -> Records:
-    """The records of a stream that is a whole file.
-
-    Args:
-        stream: the bytes of the file.
-        source: its name; archives and members are joined with "!".
-        rules: rules for reading.
-        depth: number of archives around the stream.
-        compressed: layers of compression removed since the last archive.
-        allowance: allowance of the file around the stream; None if the stream is the file.
-    """
+    """The records of a stream that is a whole file."""
     allowance = Allowance(stream) if allowance is None else allowance
     try:
         stream.peek(BLOCK_BYTES)
@@ -342,5 +333,4 @@ READERS: dict[Format, Callable[[Body], Records]] = {
     "blob": read_blob,
     "label": read_label,
     "other": read_other,
-}
-"""Reader of the content of each format, read forward."""
+}  # reader of the content of each format, read forward

@@ -22,21 +22,17 @@ _THREADS = 16
 class FileState(Strict):
     """State of one file."""
 
-    modified: str
-    """Size and modification time; for a remote file its size and its tag (or its time, if it has no tag)."""
-    sample: str
-    """SHA-256 of the first, middle and last 64 KiB; empty for a remote file, where each needs a request."""
+    modified: str  # size and modification time; for a remote file its size and its tag (or its time, if it has no tag)
+    sample: str  # SHA-256 of the first, middle and last 64 KiB; empty for a remote file, where each needs a request
 
 
 class InputState(Strict):
     """State of the inputs of a unit."""
 
-    modified: str
-    """Hash of the `modified` of all files."""
-    sample: str
-    """Hash of the `sample` of all files."""
+    modified: str  # hash of the `modified` of all files
+    sample: str  # hash of the `sample` of all files
+    # Hash of every byte that the unit reads; None if not computed (remote files, planned units).
     digest: str | None = None
-    """Hash of every byte that the unit reads; None if not computed (remote files, planned units)."""
 
 
 def read_file_states(parts: Iterable[Part]) -> dict[str, FileState | None]:

@@ -42,9 +42,6 @@ def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
 
     Unreadable entries are included and marked as lost. Entries that are neither files nor searched are counted in
     `skipped`.
-
-    Raises:
-        OSError: the storage does not answer, or refuses; or the entry is no file.
     """
     if is_remote(entry):
         yield from _find_remote(entry)

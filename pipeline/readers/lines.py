@@ -256,11 +256,7 @@ def read_jsonl(body: Body, values: Callable[..., Iterator[Any]] = json_lines) ->
 
 
 def _joined(values: Sequence[str | None], names: Names) -> str:
-    """The text of the values under these keys, empty ones and null left out.
-
-    Raises:
-        ValueError: all are null.
-    """
+    """The text of the values under these keys, empty ones and null left out."""
     if all(value is None for value in values):
         raise ValueError(f"no text under {' and '.join(map(repr, names))}: null")
     return "\n".join(filter(None, values))

@@ -73,12 +73,10 @@ class Cut(NamedTuple):
     """The parts and the problem of one file."""
 
     parts: list[Part]
+    # Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused.
     problem: str | None = None
-    """Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused."""
-    skipped: bool = False
-    """True if a search met the file and its format is unknown."""
-    doubtful: bool = False
-    """True for a skipped .json with an object a line, which is read if a .json beside it is data."""
+    skipped: bool = False  # True if a search met the file and its format is unknown
+    doubtful: bool = False  # True for a skipped .json with an object a line, which is read if a .json beside it is data
 
 
 def _cut_archive(

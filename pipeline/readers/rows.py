@@ -40,11 +40,7 @@ _TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.str
 
 
 def as_bytes(column: pa.Array) -> pa.Array:
-    """Texts as bytes, so that one text that is not UTF-8 does not affect the others.
-
-    Raises:
-        pa.ArrowException: the column's offsets or indices point outside its data.
-    """
+    """Texts as bytes, so that one text that is not UTF-8 does not affect the others."""
     if pa.types.is_dictionary(column.type):
         # Never decoded as a whole, because a few large texts of a dictionary may stand for any number of rows.
         column = pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
@@ -82,11 +78,7 @@ class TextRows:
         return _DICTIONARY_ROWS if all(kinds) else _MIXED_ROWS if any(kinds) else 1
 
     def of_batch(self, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
-        """The documents of a batch, with the row as offset; a row of nulls gives a failure.
-
-        Raises:
-            pa.ArrowException: a column's offsets or indices point outside its data.
-        """
+        """The documents of a batch, with the row as offset; a row of nulls gives a failure."""
         columns = [_texts(as_bytes(batch.column(name))) for name in self.names]
         for row, values in enumerate(zip(*columns, strict=True), first_row):
             texts = [value.as_buffer() for value in values if value is not None and value.is_valid]

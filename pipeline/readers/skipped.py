@@ -52,8 +52,7 @@ class Skip(Strict):
     """Files of one kind that were not read."""
 
     files: int
-    example: str
-    """The first of them by name, relative to its input root."""
+    example: str  # the first of them by name, relative to its input root
 
 
 class Skipped:

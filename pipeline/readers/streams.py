@@ -44,20 +44,14 @@ _ENGINES: dict[str, Callable[[], Any]] = {
 
 
 class ByteStream(io.RawIOBase):
-    """Buffered bytes from a function that reads the next ones; a file that Arrow can read forward.
-
-    Args:
-        read: returns at most the given number of bytes, none only at the end.
-        position: position of the first byte in its logical file.
-        chunk_bytes: bytes requested at a time.
-        seek: moves `read` to a position, for skipping far ahead; None if not possible.
-    """
+    """Buffered bytes from a function that reads the next ones; a file that Arrow can read forward."""
 
     def __init__(
         self,
-        read: Callable[[int], bytes],
-        position: int = 0,
-        chunk_bytes: int = CHUNK_BYTES,
+        read: Callable[[int], bytes],  # returns at most the given number of bytes, none only at the end
+        position: int = 0,  # position of the first byte in its logical file
+        chunk_bytes: int = CHUNK_BYTES,  # bytes requested at a time
+        # moves `read` to a position, for skipping far ahead; None if not possible.
         seek: Callable[[int], Any] | None = None,
     ) -> None:
         self._read = read
@@ -141,13 +135,10 @@ class Body:
     """The uncompressed content of a file, of a stretch of one, or of a member of an archive, with the rules for it."""
 
     stream: ByteStream
-    source: str
-    """Name of the file, with those of archives around it."""
+    source: str  # name of the file, with those of archives around it
     rules: Rules
-    stop: int = END
-    """Position behind which no record begins."""
-    share: float = 0.0
-    """Share of the rows of a table that were read, in [0, 1]."""
+    stop: int = END  # position behind which no record begins
+    share: float = 0.0  # share of the rows of a table that were read, in [0, 1]
 
 
 def bounded_content(body: Body, max_bytes: int, excess: str) -> bytearray | ReadFailure:
@@ -179,11 +170,7 @@ class Allowance:
         self._spent = 0
 
     def spend(self, num_bytes: int) -> None:
-        """Counts uncompressed bytes.
-
-        Raises:
-            OSError: the file decompresses to more than text ever does.
-        """
+        """Counts uncompressed bytes."""
         self._spent += num_bytes
         if self._spent > FREE_BYTES + MAX_RATIO * self._file.position:
             raise OSError(
@@ -193,16 +180,12 @@ class Allowance:
 
 
 def decompressed(
-    source: ByteStream, compression: str, allowance: Allowance, chunk_bytes: int = CHUNK_BYTES
+    source: ByteStream,  # compressed bytes
+    compression: str,  # result of `compression_of`
+    allowance: Allowance,  # limit of the whole file; the stream raises OSError if it is exceeded
+    chunk_bytes: int = CHUNK_BYTES,  # uncompressed bytes at a time
 ) -> ByteStream:
-    """The uncompressed stream. Concatenated compressed streams are read as one, as the compression tools do.
-
-    Args:
-        source: compressed bytes.
-        compression: result of `compression_of`.
-        allowance: limit of the whole file; the stream raises OSError if it is exceeded.
-        chunk_bytes: uncompressed bytes at a time.
-    """
+    """The uncompressed stream. Concatenated compressed streams are read as one, as the compression tools do."""
     if compression == "zst":
         below, size = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd").read, _ZSTD_BYTES
     else:
@@ -259,12 +242,7 @@ class StoreLostError(Exception):
 
 
 def open_input(path: str) -> BinaryIO:
-    """A file at a path or an address for reading, with `seek`.
-
-    Raises:
-        OSError: the file is missing, or cannot be read here.
-        StoreLostError: the store does not answer or refuses, now or at a later read.
-    """
+    """A file at a path or an address for reading, with `seek`."""
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
     with _store(path):

@@ -20,31 +20,22 @@ ContentKind = TextKind | MediaKind
 MEDIA_KINDS: tuple[MediaKind, ...] = ("images", "audio")
 """Kinds without text: no tokenizer, no windows, no rules of `filters`."""
 _NOUNS = {"documents": "documents", "images": "images", "audio": "clips"}
-FOLDER = "folder"
-"""Value of `content.label` that takes the name of the file's folder."""
-PARENT_FOLDER = "parent_folder"
-"""Value of `content.label` that takes the name of the folder above the file's folder."""
+FOLDER = "folder"  # value of `content.label` that takes the name of the file's folder
+PARENT_FOLDER = "parent_folder"  # value of `content.label` that takes the name of the folder above the file's folder
 Label = Literal["entailment", "neutral", "contradiction"]
 LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
 """Labels of hypotheses; a shard holds their places in this tuple."""
-NO_LABEL = -1
-"""Label of a text that is no hypothesis."""
+NO_LABEL = -1  # label of a text that is no hypothesis
 ENTAILMENT, CONTRADICTION = LABELS.index("entailment"), LABELS.index("contradiction")
-TRIPLE_LABELS = (NO_LABEL, ENTAILMENT, CONTRADICTION)
-"""Labels of the texts of a triple."""
+TRIPLE_LABELS = (NO_LABEL, ENTAILMENT, CONTRADICTION)  # labels of the texts of a triple
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The texts of one row.
+    """The texts of one row."""
 
-    Attributes:
-        starts: `(num_texts,)` int32 start of each text in the row's tokens; ascending, the first is 0.
-        labels: `(num_texts,)` int8 label of each text; NO_LABEL for the first.
-    """
-
-    starts: NDArray[np.int32]
-    labels: NDArray[np.int8]
+    starts: NDArray[np.int32]  # `(num_texts,)` int32 start of each text in the row's tokens; ascending, the first is 0
+    labels: NDArray[np.int8]  # `(num_texts,)` int8 label of each text; NO_LABEL for the first
 
 
 class DocumentsContent(Strict):

@@ -53,21 +53,13 @@ def memory_problem(batch: pa.RecordBatch) -> str | None:
 
 
 def content_problem(
-    batch: pa.RecordBatch,
-    geometry: Geometry,
-    short_documents: ShortDocuments,
-    vocab_size: int,
-    kind: TextKind = "documents",
+    batch: pa.RecordBatch,  # rows of a shard without a `memory_problem`
+    geometry: Geometry,  # geometry of the manifest
+    short_documents: ShortDocuments,  # setting of the manifest
+    vocab_size: int,  # vocabulary size of the manifest's tokenizer; all ids are below it
+    kind: TextKind = "documents",  # kind of rows in the manifest
 ) -> tuple[int, str] | None:
-    """The first row with contradictory numbers, and its problem; None if all rows agree.
-
-    Args:
-        batch: rows of a shard without a `memory_problem`.
-        geometry: geometry of the manifest.
-        short_documents: setting of the manifest.
-        vocab_size: vocabulary size of the manifest's tokenizer; all ids are below it.
-        kind: kind of rows in the manifest.
-    """
+    """The first row with contradictory numbers, and its problem; None if all rows agree."""
     if not len(batch):
         return None
     tokens, lengths = _lists(batch, "tokens")

@@ -45,20 +45,15 @@ class Counts(Strict):
 
     read: int = 0
     kept: int = 0
-    dropped: Counter[str] = Field(default_factory=Counter)
-    """Documents by drop reason."""
+    dropped: Counter[str] = Field(default_factory=Counter)  # documents by drop reason
+    # Documents by failure reason; a file that breaks off counts once.
     failed: Counter[str] = Field(default_factory=Counter)
-    """Documents by failure reason; a file that breaks off counts once."""
-    text_bytes: int = 0
-    """UTF-8 bytes of the readable documents, whitespace-normalised."""
-    longest_tokens: int = 0
-    """Tokens of the longest document, kept or not."""
-    unknown_tokens: int = 0
-    """Tokens of the kept documents that stand for words which the tokenizer does not know."""
-    labels: Counter[str] = Field(default_factory=Counter)
-    """Kept hypotheses, images or clips by label."""
+    text_bytes: int = 0  # UTF-8 bytes of the readable documents, whitespace-normalised
+    longest_tokens: int = 0  # tokens of the longest document, kept or not
+    unknown_tokens: int = 0  # tokens of the kept documents that stand for words which the tokenizer does not know
+    labels: Counter[str] = Field(default_factory=Counter)  # kept hypotheses, images or clips by label
+    # Kept images or clips by what was changed, such as `first_frame` or `cut`.
     notes: Counter[str] = Field(default_factory=Counter)
-    """Kept images or clips by what was changed, such as `first_frame` or `cut`."""
 
     def add(self, entry: "Entry", kept: bool) -> None:
         """Counts one more document; one without an id could not be read."""
@@ -70,11 +65,7 @@ class Counts(Strict):
         self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
 
     def check(self, what: str) -> None:
-        """Checks that the counts balance.
-
-        Raises:
-            ShardError: they do not.
-        """
+        """Checks that the counts balance."""
         explained = self.kept + sum(self.dropped.values()) + sum(self.failed.values())
         if self.read != explained:  # a document lost without a reason would be lost for good
             raise ShardError(f"{what}: {self.read} documents read, but {explained} kept, dropped or failed")
@@ -101,15 +92,13 @@ _MOST_FILES = 100  # files with failures that are listed of a unit; all failures
 class Losses(Strict):
     """Counts of the files of a unit, or of all units."""
 
+    # Files with failures, broken ones and the most failures first: records that were `read` and that `failed`. If the
+    # rest of a file is lost, `broken` is 1, and `left_bytes` are its input bytes, as far as the file has them.
     files: dict[str, Counter[str]] = Field(default_factory=dict)
-    """Files with failures, broken ones and the most failures first: records that were `read` and that `failed`. If the
-    rest of a file is lost, `broken` is 1, and `left_bytes` are its input bytes, as far as the file has them."""
+    # Number of the other files, and of the records in them, by ending.
     whole: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Number of the other files, and of the records in them, by ending."""
-    read: int = 0
-    """Records that could be read."""
-    num_bytes: int = 0
-    """Input bytes."""
+    read: int = 0  # records that could be read
+    num_bytes: int = 0  # input bytes
 
     def documents(self) -> int:
         """Documents that are lost with broken files, about, in addition to one failure for each.
@@ -204,10 +193,8 @@ def sum_losses(losses: Iterable[Losses]) -> Losses:
     return counter.losses(None)
 
 
-LEDGERS = "ledger"
-"""Folder of the ledgers in the output folder."""
-REJECTED = "rejected"
-"""Folder of the documents that were not kept in the output folder."""
+LEDGERS = "ledger"  # folder of the ledgers in the output folder
+REJECTED = "rejected"  # folder of the documents that were not kept in the output folder
 # Plain strings: an Arrow file cannot replace its dictionaries between batches, and zstd removes the repetition as well.
 SCHEMA = pa.schema(
     [

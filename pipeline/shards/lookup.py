@@ -15,14 +15,12 @@ _SHORTEST_PREFIX = 8
 _OFFSET_DIGITS = 18  # of an int64
 
 
-def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]]:
-    """Every row of an output folder that matches a name, with its unit and its ordinal.
-
-    Args:
-        folder: output folder of `prepare`.
-        document: a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or
-            `SOURCE:OFFSET`.
-    """
+def find_entries(
+    folder: Path,  # output folder of `prepare`
+    # a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or `SOURCE:OFFSET`.
+    document: str,
+) -> Iterator[tuple[str, int, Entry]]:
+    """Every row of an output folder that matches a name, with its unit and its ordinal."""
     source, _, offset = document.rpartition(":")
     prefix = _hex_prefix(document)
     for path in sorted((folder / LEDGERS).glob("*.arrow")):

@@ -33,8 +33,7 @@ _OTHERS = {
     "modules.json": "an encoder",
     "index.json": "an index",
 }
-TOKENIZER = "tokenizer"
-"""Folder of the tokenizer in the output folder."""
+TOKENIZER = "tokenizer"  # folder of the tokenizer in the output folder
 MAX_EXAMPLES = 100  # failures listed in a manifest and in each sidecar; all failures are counted
 
 MAX_LABELS = 1_000_000  # most different labels of images or clips
@@ -76,19 +75,16 @@ class Sidecar(Strict):
     unit: str
     unit_hash: str
     config_hash: str
-    num_bytes: int
-    """Input bytes of the unit."""
+    num_bytes: int  # input bytes of the unit
     counts: Counts
     losses: Losses = Losses()
     failures: list[ReadFailure]
     shards: list[Shard]
     ledger: LedgerFile
-    input_state: InputState | None = None
-    """State of the inputs when they were read; None if the plan has none."""
-    conflict: str | None = None
-    """An example of a copy whose label differs from that of the kept row."""
+    input_state: InputState | None = None  # state of the inputs when they were read; None if the plan has none
+    conflict: str | None = None  # an example of a copy whose label differs from that of the kept row
+    # SHA-256 and size of its other files, of keys and rejected documents, by name; None before 0.3.
     others: dict[str, tuple[str, int]] | None = None
-    """SHA-256 and size of its other files, of keys and rejected documents, by name; None before 0.3."""
 
 
 class Manifest(Strict):
@@ -96,38 +92,27 @@ class Manifest(Strict):
 
     schema_version: int
     shards: list[Shard]
-    ledgers: list[LedgerFile]
-    """Ledgers with the status of each document: one file a unit, in plan order."""
+    ledgers: list[LedgerFile]  # Ledgers with the status of each document: one file a unit, in plan order
+    # Documents read, kept, dropped and failed; of the kept ones those to train and held out, and their tokens and
+    # unknown tokens; bytes of input and of text; tokens of the longest; documents lost with files that break off.
     totals: dict[str, int]
-    """Documents read, kept, dropped and failed; of the kept ones those to train and held out, and their tokens and
-    unknown tokens; bytes of input and of text; tokens of the longest; documents lost with files that break off."""
     dropped: dict[str, int]
     failed: dict[str, int]
-    failures: list[ReadFailure]
-    """Examples, in corpus order; all failures are counted in `failed`."""
-    tokenizer: TokenizerInfo | None
-    """None for images and audio."""
+    failures: list[ReadFailure]  # examples, in corpus order; all failures are counted in `failed`
+    tokenizer: TokenizerInfo | None  # None for images and audio
     geometry: Geometry
-    config: dict[str, Any]
-    """Resolved settings that decide the content of the shards."""
+    config: dict[str, Any]  # Resolved settings that decide the content of the shards
     config_hash: str
     versions: dict[str, str]
-    skipped: dict[str, Skip] = Field(default_factory=dict)
-    """Files that a search of folders skipped, by kind."""
+    skipped: dict[str, Skip] = Field(default_factory=dict)  # files that a search of folders skipped, by kind
+    # Kept hypotheses of pairs and triples, or images or clips, by label.
     labels: dict[str, int] = Field(default_factory=dict)
-    """Kept hypotheses of pairs and triples, or images or clips, by label."""
-    notes: dict[str, int] = Field(default_factory=dict)
-    """Kept images or clips by what was changed."""
-    conflict: str | None = None
-    """An example of a copy whose label differs from that of the kept row."""
+    notes: dict[str, int] = Field(default_factory=dict)  # kept images or clips by what was changed
+    conflict: str | None = None  # an example of a copy whose label differs from that of the kept row
 
     @property
     def text_tokenizer(self) -> TokenizerInfo:
-        """The tokenizer of rows of text.
-
-        Raises:
-            ShardError: the rows are images or audio.
-        """
+        """The tokenizer of rows of text."""
         if self.tokenizer is None:
             raise ShardError(f"these shards hold {self.content.kind}, which have no tokenizer; name shards of texts")
         return self.tokenizer
@@ -157,11 +142,7 @@ def build_manifest(
     config_hash: str,
     skipped: dict[str, Skip] | None = None,
 ) -> Manifest:
-    """Builds the manifest from the sidecars of all units, given in plan order.
-
-    Raises:
-        ShardError: the counts do not balance.
-    """
+    """Builds the manifest from the sidecars of all units, given in plan order."""
     kind = _CONTENT.validate_python(config.get("content", "documents")).kind
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     shards = [shard for split in SPLITS for sidecar in sidecars for shard in sidecar.shards if shard.split == split]
@@ -211,11 +192,7 @@ def build_manifest(
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of prepared shards.
-
-    Raises:
-        ShardError: the manifest is missing or of another version.
-    """
+    """Reads the manifest of prepared shards."""
     path = folder / MANIFEST
     if not folder.exists():
         raise ShardError(f"{folder}: no such folder; run `prepare` with this output")
@@ -228,11 +205,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def load_index(folder: Path) -> tuple[Manifest, list[ListedShard]]:
-    """A manifest without its long lists and labels, and its shards: a sixth of the time and memory at 65,536 units.
-
-    Raises:
-        ShardError: see `load_manifest`.
-    """
+    """A manifest without its long lists and labels, and its shards: a sixth of the time and memory at 65,536 units."""
     path = folder / MANIFEST
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])

@@ -18,19 +18,12 @@ MAX_PIXELS = 89_478_485
 
 
 class Image(msgspec.Struct, frozen=True, tag=True):
-    """A stored image.
+    """A stored image."""
 
-    Attributes:
-        png: the image as PNG; RGB, 8 bits a channel.
-        width: pixels.
-        height: pixels.
-        label: its label; "" without labels.
-    """
-
-    png: bytes
-    width: int
-    height: int
-    label: str
+    png: bytes  # the image as PNG; RGB, 8 bits a channel
+    width: int  # pixels
+    height: int  # pixels
+    label: str  # its label; "" without labels
 
     @property
     def size(self) -> int:
@@ -44,15 +37,10 @@ class Image(msgspec.Struct, frozen=True, tag=True):
 
 
 class Clip(msgspec.Struct, frozen=True, tag=True):
-    """A stored clip.
+    """A stored clip."""
 
-    Attributes:
-        frames: `(num_frames, num_mel_bins)` float32 log-mel energies.
-        label: its label; "" without labels.
-    """
-
-    frames: NDArray[np.float32]
-    label: str
+    frames: NDArray[np.float32]  # `(num_frames, num_mel_bins)` float32 log-mel energies
+    label: str  # its label; "" without labels
 
     @property
     def size(self) -> int:
@@ -109,14 +97,12 @@ def lists(column: pa.Array) -> Iterator[NDArray[Any]]:
         yield values[start:stop]
 
 
-def media_problem(batch: pa.RecordBatch, kind: MediaKind, num_mel_bins: int) -> tuple[int, str] | None:
-    """The first row whose columns contradict each other, and its problem; None if all rows agree.
-
-    Args:
-        batch: rows of a shard without a `memory_problem`.
-        kind: kind of rows in the manifest.
-        num_mel_bins: bands of a frame in the manifest.
-    """
+def media_problem(
+    batch: pa.RecordBatch,  # rows of a shard without a `memory_problem`
+    kind: MediaKind,  # kind of rows in the manifest
+    num_mel_bins: int,  # bands of a frame in the manifest
+) -> tuple[int, str] | None:
+    """The first row whose columns contradict each other, and its problem; None if all rows agree."""
     if not len(batch):
         return None
     return _images_problem(batch) if kind == "images" else _audio_problem(batch, num_mel_bins)

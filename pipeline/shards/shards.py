@@ -36,29 +36,20 @@ class ShardSet:
 
     Shards are opened at first use; the most recently used ones stay mapped. A copy sent to another process opens them
     again there.
-
-    Args:
-        folder: output folder of `prepare`.
-        split: `train` or `held-out`.
-        look: checks every shard's existence and size now. False checks each shard when it is opened; thousands of
-            processes use this after one process has checked all.
-        most_open: shards that stay open.
-        part: a share of the documents and the seed that chooses them by their ids; they are numbered in their order.
-            A smaller share is part of a larger one. None: all.
-        others: folders of further corpora, whose rows are of the same kind.
-
-    Raises:
-        ShardError: a manifest is missing, or it names a shard that is missing or of another size.
     """
 
     def __init__(
         self,
-        folder: Path,
-        split: str,
+        folder: Path,  # output folder of `prepare`
+        split: str,  # `train` or `held-out`
+        # checks every shard's existence and size now. False checks each shard when it is opened; thousands of processes
+        # use this after one process has checked all.
         look: bool = True,
-        most_open: int = MOST_OPEN,
+        most_open: int = MOST_OPEN,  # shards that stay open
+        # a share of the documents and the seed that chooses them by their ids; they are numbered in their order. A
+        # smaller share is part of a larger one. None: all.
         part: tuple[float, int] | None = None,
-        others: Sequence[Path] = (),
+        others: Sequence[Path] = (),  # folders of further corpora, whose rows are of the same kind
     ) -> None:
         self.folder, self.folders, self.part = folder, (folder, *others), part
         self._most_open = most_open
@@ -112,26 +103,17 @@ class ShardSet:
         return place if place < len(self._chosen) and self._chosen[place] == row else None
 
     def first_of(self, name: str, corpus: int = 0) -> int:
-        """Number of the first document of a shard of the split, of a corpus by its place.
-
-        Raises:
-            ShardError: the split has no such shard.
-        """
+        """Number of the first document of a shard of the split, of a corpus by its place."""
         for place in range(self._firsts[corpus], self._firsts[corpus + 1]):
             if self._shards[place].name == name:
                 return int(self._starts[place])
         raise ShardError(f"{self.folders[corpus] / MANIFEST} does not name {name}; prepare the folder again")
 
-    def take(self, rows: NDArray[np.int64]) -> pa.Table:
-        """Documents by number, in the given order, as a table of one chunk with the columns of schema.py.
-
-        Args:
-            rows: `(n,)` document numbers in [0, num_documents), repeats allowed.
-
-        Raises:
-            IndexError: a number is outside the split.
-            ShardError: a shard differs from the manifest, or its offsets point outside its data.
-        """
+    def take(
+        self,
+        rows: NDArray[np.int64],  # `(n,)` document numbers in [0, num_documents), repeats allowed
+    ) -> pa.Table:
+        """Documents by number, in the given order, as a table of one chunk with the columns of schema.py."""
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_documents):
             raise IndexError(f"document numbers {rows.min()}..{rows.max()} outside 0..{self.num_documents - 1}")
@@ -198,11 +180,7 @@ class _OpenShard:
             raise ShardError(f"{path}: {self._starts[-1]} documents, the manifest says {shard.num_documents}")
 
     def locate(self, rows: NDArray[np.int64]) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64], NDArray[np.int64]]]:
-        """Each record batch that holds some of the rows, with positions in it and places in `rows`.
-
-        Raises:
-            ShardError: the offsets of a batch point outside its data.
-        """
+        """Each record batch that holds some of the rows, with positions in it and places in `rows`."""
         which = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(which):
             places = np.flatnonzero(which == number)
@@ -223,27 +201,19 @@ class _OpenShard:
         return batch
 
     def check(self, manifest: Manifest) -> None:
-        """Checks all documents.
-
-        Raises:
-            ShardError: one is unsound.
-        """
+        """Checks all documents."""
         for number, start in enumerate(self._starts[:-1]):
             if unsound := rows_problem(self._batch(number), manifest):
                 raise ShardError(_unsound(self._path, int(start) + unsound[0], unsound[1]))
 
 
-def check_shards(folder: Path, full: bool = False) -> list[str]:
-    """Finds problems of prepared shards, one line each.
-
-    Args:
-        folder: output folder of `prepare`.
-        full: reads every byte, compares checksums, and checks all offsets, windows, texts and token ids. Otherwise only
-            sizes and Arrow footers are checked, and the contents of shards that were modified after the manifest.
-
-    Raises:
-        ShardError: the manifest is missing.
-    """
+def check_shards(
+    folder: Path,  # output folder of `prepare`
+    # reads every byte, compares checksums, and checks all offsets, windows, texts and token ids. Otherwise only sizes
+    # and Arrow footers are checked, and the contents of shards that were modified after the manifest.
+    full: bool = False,
+) -> list[str]:
+    """Finds problems of prepared shards, one line each."""
     manifest = load_manifest(folder)
     written, problems = (folder / MANIFEST).stat().st_mtime_ns, list[str]()
     for shard in manifest.shards:

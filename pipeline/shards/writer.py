@@ -94,8 +94,7 @@ def shard_schema(
 MEDIA_COLUMNS: dict[MediaKind, dict[str, pa.DataType]] = {
     "images": {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()},
     "audio": {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()},
-}
-"""Columns of one kind alone, before `label`."""
+}  # columns of one kind alone, before `label`
 
 
 def media_schema(kind: MediaKind) -> pa.Schema:
@@ -143,9 +142,6 @@ class ShardWriter(ExitStack):
         """Adds a row: its id, its `(num_tokens,)` token ids or its image or clip, and its source; returns its number.
 
         A row of short texts also has their layout. Collected rows are written when they fill a record batch.
-
-        Raises:
-            ShardError: a token id is beyond the vocabulary.
         """
         if isinstance(content, Image | Clip):
             self._held_tokens += content.size

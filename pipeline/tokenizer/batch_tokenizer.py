@@ -48,17 +48,16 @@ class BatchTokenizer:
     hold no special ids. Byte-level vocabularies distinguish a word at the start of a line from one after a space. With
     them, a text gets one leading space, so that a span from the middle of a document looks like any other.
 
-    Args:
-        backend: the tokenizer; its settings are changed, so it must not be shared.
-        engine: library that applies it; only `tokenizers`, unless `choose_engine` found that the ids are the same.
-        parsed: result of `parse` for the tokenizer, if the caller has it.
-
     Attributes:
         prefix: text put before every text that is not empty.
     """
 
     def __init__(
-        self, backend: Tokenizer, engine: EngineName = "tokenizers", parsed: dict[str, Any] | None = None
+        self,
+        backend: Tokenizer,  # the tokenizer; its settings are changed, so it must not be shared
+        # library that applies it; only `tokenizers`, unless `choose_engine` found that the ids are the same.
+        engine: EngineName = "tokenizers",
+        parsed: dict[str, Any] | None = None,  # result of `parse` for the tokenizer, if the caller has it
     ) -> None:
         parsed = parse(backend) if parsed is None else parsed
         self._hidden = spelled_specials(backend, parsed)
@@ -212,21 +211,17 @@ _SURROGATES = range(0xD800, 0xE000)  # no text in UTF-8 has them
 _AGREEING = {("0.14.0", "0.23.3")}
 
 
-def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = ()) -> tuple[EngineName, str]:
+def choose_engine(
+    folder: Path,  # folder with `tokenizer.json`
+    setting: EngineSetting,  # `tokenizer.engine` of the configuration
+    sample: Iterable[str] = (),  # texts of the corpus, as they will be encoded
+) -> tuple[EngineName, str]:
     """The engine for the tokenizer of a folder written by `save_pretrained`, and the reason for it.
 
     tiktoken (byte-level BPE) is chosen if nothing in the tokenizer forbids it, both libraries classify letters, numbers
     and whitespace of Unicode alike, and all ids of difficult texts and of the sample are the same. The table of words
     (WordPiece) is chosen if nothing forbids it and those ids are the same. Takes about two seconds, plus one for each
     2 MiB of sample.
-
-    Args:
-        folder: folder with `tokenizer.json`.
-        setting: `tokenizer.engine` of the configuration.
-        sample: texts of the corpus, as they will be encoded.
-
-    Raises:
-        ConfigError: the configured engine cannot give the same ids.
     """
     if setting == "tokenizers":
         return "tokenizers", "tokenizer.engine = 'tokenizers'"

@@ -76,13 +76,12 @@ def bytelevel_obstacle(backend: Tokenizer, parsed: dict[str, Any]) -> str | None
 
 
 class ByteLevelBPE:
-    """Encodes texts by tiktoken.
+    """Encodes texts by tiktoken."""
 
-    Args:
-        parsed: result of `parse` for a tokenizer without an `obstacle`.
-    """
-
-    def __init__(self, parsed: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        parsed: dict[str, Any],  # result of `parse` for a tokenizer without an `obstacle`
+    ) -> None:
         vocab, letters = parsed["model"]["vocab"], byte_letters()
         tokens = [*letters, *("".join(merge) for merge in parsed["model"]["merges"])]
         self._ids = np.array([vocab[token] for token in tokens], np.uint32)

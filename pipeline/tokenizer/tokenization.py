@@ -60,12 +60,9 @@ class TokenizerInfo(Strict):
 
     kind: Literal["pretrained", "train"]
     fingerprint: str
-    vocab_size: int
-    """Token ids are below this."""
-    bos_token_id: int | None
-    """First token of every sequence: cls if it exists, else bos."""
-    eos_token_id: int | None
-    """Last token of every sequence: sep if it exists, else eos."""
+    vocab_size: int  # token ids are below this
+    bos_token_id: int | None  # first token of every sequence: cls if it exists, else bos
+    eos_token_id: int | None  # last token of every sequence: sep if it exists, else eos
     pad_token_id: int | None
     mask_token_id: int | None
     unk_token_id: int | None
@@ -73,11 +70,7 @@ class TokenizerInfo(Strict):
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """A fast Hugging Face tokenizer by name or folder.
-
-    Raises:
-        ConfigError: no tokenizer of that name was found, or it has no fast version.
-    """
+    """A fast Hugging Face tokenizer by name or folder."""
     from transformers import PreTrainedTokenizerFast
 
     unreached = None
@@ -149,12 +142,11 @@ def _loaded(where: str, trust_remote_code: bool, stamps: tuple[int, ...]) -> Any
     return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+def train_tokenizer(
+    texts: Iterable[str],  # normalised texts; the same texts in the same order give the same tokenizer
+    vocab_size: int,  # number of tokens; a small sample may give fewer
+) -> Any:
     """Trains a byte-level BPE with the special tokens <s>=0 <pad>=1 </s>=2 <unk>=3 <mask>=4, as RoBERTa uses them.
-
-    Args:
-        texts: normalised texts; the same texts in the same order give the same tokenizer.
-        vocab_size: number of tokens; a small sample may give fewer.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast`.

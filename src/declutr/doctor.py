@@ -75,18 +75,12 @@ def judge(name: str, value: str, limit: str = "", *, fail: bool = False, warn: b
 class Needs:
     """Needs of a run, computed from its configuration without loading weights."""
 
-    parameters: int
-    """Parameters of encoder, projection, objectives and frontends."""
-    checkpoint_bytes: int
-    """Size of a checkpoint: weights and moments."""
-    disk_bytes: int
-    """Maximum size of its checkpoints: the last ones, milestones, the best, and the one being written."""
-    memory_mib: int
-    """Memory of this machine's workers for weights, gradients and moments, without activations."""
-    workers: int
-    """Processes that train on this machine."""
-    device: str
-    """`scaling.device`."""
+    parameters: int  # parameters of encoder, projection, objectives and frontends
+    checkpoint_bytes: int  # size of a checkpoint: weights and moments
+    disk_bytes: int  # Maximum size of its checkpoints: the last ones, milestones, the best, and the one being written
+    memory_mib: int  # memory of this machine's workers for weights, gradients and moments, without activations
+    workers: int  # processes that train on this machine
+    device: str  # `scaling.device`
 
 
 def needs_of(plan: "RunPlan", workers: int) -> Needs:

@@ -30,11 +30,9 @@ from declutr.trainer.metrics.metrics import read_metrics
 if TYPE_CHECKING:  # reading a state needs no torch
     from torch import Tensor
 
-Contents = dict[str, "dict[str, Tensor]"]
-"""The tensors of a checkpoint by file and name, on the CPU."""
+Contents = dict[str, "dict[str, Tensor]"]  # the tensors of a checkpoint by file and name, on the CPU
 
-CHECKPOINTS = "checkpoints"
-"""The folder of a run that holds its checkpoints."""
+CHECKPOINTS = "checkpoints"  # the folder of a run that holds its checkpoints
 
 _NAME = re.compile(r"step-(\d{8})")
 ENCODER, OPTIMIZER, OBJECTIVE, FRONTEND, STATE = (
@@ -52,11 +50,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def save(folder: Path, state: RunState, contents: Contents) -> Path:
-    """Writes the checkpoint of `state.step`, whole or not at all, and adds checksums and sizes to its state.
-
-    Raises:
-        OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
-    """
+    """Writes the checkpoint of `state.step`, whole or not at all, and adds checksums and sizes to its state."""
     from declutr.trainer.checkpoints.saver import write_tensors
 
     path = checkpoint_path(folder, state.step)
@@ -79,12 +73,7 @@ def discard(path: Path) -> None:
 
 
 def read_state(path: Path, verify: bool = True) -> RunState:
-    """Reads the state of a checkpoint and compares its files with it, without `verify` only their sizes.
-
-    Raises:
-        CheckpointError: something is missing or altered; the message names it.
-        UnreadableError: the storage failed.
-    """
+    """Reads the state of a checkpoint and compares its files with it, without `verify` only their sizes."""
     name = STATE
     try:
         state = RunState.model_validate(read_json(path / STATE), strict=True)
@@ -122,11 +111,7 @@ def read_state(path: Path, verify: bool = True) -> RunState:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a checkpoint folder, whole or not, in order.
-
-    Raises:
-        OSError: the folder exists but cannot be read, which must not look like an empty folder.
-    """
+    """Steps that have a checkpoint folder, whole or not, in order."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - glob treats an unreadable folder as empty
     except FileNotFoundError:
@@ -138,9 +123,6 @@ def states_in(folder: Path, warn: bool = False) -> Iterator[tuple[int, RunState]
     """Steps and states of the checkpoints whose state can be read, in order; their files are not verified.
 
     Others are skipped, with a warning if `warn` says so; the resume of a run warns of those it looks at.
-
-    Raises:
-        OSError: as `steps_in`.
     """
     for step in steps_in(folder):
         try:
@@ -171,9 +153,6 @@ def first_whole(
 
     `expected` has fields of RunState and their values in this run; a checkpoint that differs belongs to another run.
     `verify` is as for `read_state`.
-
-    Raises:
-        UnreadableError: none verifies and the storage failed, so an unread checkpoint may be intact.
     """
     unreadable: UnreadableError | None = None
     for step in steps:
@@ -216,14 +195,12 @@ def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
     return first_whole(folder, from_best(scores))
 
 
-def early_end(scores: Mapping[int, float], score: str, patience: int | None) -> str | None:
-    """The reason why a run with these scores by step ends early; None: it goes on, as always without a patience.
-
-    Args:
-        scores: held-out scores by step.
-        score: `validation.score`.
-        patience: `validation.patience`.
-    """
+def early_end(
+    scores: Mapping[int, float],  # held-out scores by step
+    score: str,  # `validation.score`
+    patience: int | None,  # `validation.patience`
+) -> str | None:
+    """The reason why a run with these scores by step ends early; None: it goes on, as always without a patience."""
     if patience is None or not scores:
         return None
     best = from_best(scores)[0]
@@ -236,13 +213,11 @@ def early_end(scores: Mapping[int, float], score: str, patience: int | None) -> 
     )
 
 
-def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, list[str]]:
-    """Steps to keep, each with its reasons (`last`, `best`, `every`), in order.
-
-    Args:
-        scores: score of every whole checkpoint by step; None if it was not validated.
-        config: which checkpoints are kept.
-    """
+def kept(
+    scores: Mapping[int, float | None],  # score of every whole checkpoint by step; None if it was not validated
+    config: CheckpointConfig,  # which checkpoints are kept
+) -> dict[int, list[str]]:
+    """Steps to keep, each with its reasons (`last`, `best`, `every`), in order."""
     reasons: dict[int, list[str]] = {step: [] for step in sorted(scores)}
     for step in sorted(scores)[-config.keep_last :]:
         reasons[step].append("last")
@@ -262,9 +237,6 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     `newest` is the step of the newest checkpoint that this run has written. Later ones were skipped as broken when the
     run started. They do not count, because they would displace the newest whole one. They stay until the run reaches
     their steps, unless their state shows the damage.
-
-    Raises:
-        OSError: the storage does not answer; the checkpoints to keep are unchanged.
     """
     scores: dict[int, float | None] = {}
     stay: set[int] = set()

@@ -44,28 +44,23 @@ class Saver:
 
     `reuse_memory`, `wait` and `check` raise SaveError once the storage has failed for longer than the settings allow.
 
-    Args:
-        folder: folder of the run's checkpoints.
-        config: when to save (`every_steps` is a number), which checkpoints to keep, and the time a storage may fail.
-        score: score that decides the best checkpoint.
-        before: called before each checkpoint is made, to write files that must not be older than a checkpoint. Its
-            OSError counts as a failure of the checkpoint.
-        after: called with the step of each written checkpoint, and again after an OSError, which counts as a failure of
-            the checkpoint.
-        clock: monotonic clock, in seconds.
-
     Attributes:
         written: step of the newest checkpoint that is written, also to the run's store; None before the first.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path,  # folder of the run's checkpoints
+        # when to save (`every_steps` is a number), which checkpoints to keep, and the time a storage may fail.
         config: CheckpointConfig,
-        score: str,
+        score: str,  # score that decides the best checkpoint
+        # called before each checkpoint is made, to write files that must not be older than a checkpoint. Its OSError
+        # counts as a failure of the checkpoint.
         before: Callable[[], None] = lambda: None,
+        # called with the step of each written checkpoint, and again after an OSError, which counts as a failure of the
+        # checkpoint.
         after: Callable[[int], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,  # monotonic clock, in seconds
     ) -> None:
         self.folder = folder
         self.config = config
@@ -118,13 +113,12 @@ class Saver:
             memory, self._memory = self._memory, None
             return memory
 
-    def submit(self, state: RunState, contents: Contents) -> None:
-        """Passes a copy to the writer.
-
-        Args:
-            state: state of the run at the same step.
-            contents: tensors from `weights.collect`; do not change them until `reuse_memory` returns them.
-        """
+    def submit(
+        self,
+        state: RunState,  # state of the run at the same step
+        contents: Contents,  # tensors from `weights.collect`; do not change them until `reuse_memory` returns them
+    ) -> None:
+        """Passes a copy to the writer."""
         self._saved_at = self._clock()
         with self._changed:
             self._memory = contents
@@ -294,9 +288,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     Returns:
         The checksum of the tensors in memory, not of the bytes on the disk.
-
-    Raises:
-        OSError: the disk is full, the storage does not answer, or the file is shorter than the bytes written.
     """
     names = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name))
     digest = xxhash.xxh3_128()

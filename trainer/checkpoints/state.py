@@ -12,21 +12,16 @@ from declutr.common.errors import DamagedError
 from declutr.common.storage import hash_json, read_record
 from declutr.trainer.metrics.config import Interval, steps_between
 
-Rows = list[float] | list[list[float]]
-"""Values of rows, as in `RowScore`."""
-XXH3 = "xxh3:"
-"""Prefix of checksums by XXH3."""
+Rows = list[float] | list[list[float]]  # values of rows, as in `RowScore`
+XXH3 = "xxh3:"  # prefix of checksums by XXH3
 
 
 class Reported(Strict):
     """Values of the held-out rows that report the result, for weights at the start and after a step."""
 
-    score: str
-    """Name of the score."""
-    start: Rows
-    """Values of the weights with which the run started."""
-    rows: Rows
-    """Values of the weights of the checkpoint; empty when they were not validated."""
+    score: str  # name of the score
+    start: Rows  # values of the weights with which the run started
+    rows: Rows  # values of the weights of the checkpoint; empty when they were not validated
 
 
 class RunState(Strict):
@@ -34,32 +29,23 @@ class RunState(Strict):
 
     model_config = ConfigDict(allow_inf_nan=True)  # a measured value may be infinite
 
-    step: int = Field(ge=1)
-    """Optimizer steps done."""
-    documents: int = Field(ge=0)
-    """Documents read so far, over all ranks and epochs."""
-    world_size: int = Field(ge=1)
-    """Workers that took the last step; a resume may use another number."""
-    config_hash: str
-    """Hash of all settings that decide the result."""
-    data_hash: str
-    """Hash of the shards' manifest."""
+    step: int = Field(ge=1)  # optimizer steps done
+    documents: int = Field(ge=0)  # documents read so far, over all ranks and epochs
+    world_size: int = Field(ge=1)  # workers that took the last step; a resume may use another number
+    config_hash: str  # hash of all settings that decide the result
+    data_hash: str  # hash of the shards' manifest
+    # The same of each task; empty if the run has no additional ones.
     task_hashes: dict[str, str] = Field(default_factory=dict)
-    """The same of each task; empty if the run has no additional ones."""
-    scores: dict[str, float]
-    """Held-out scores of these weights; empty when they were not validated."""
+    scores: dict[str, float]  # held-out scores of these weights; empty when they were not validated
+    # Scores of the held-out rows that choose nothing; None in runs without scores of rows.
     reported: Reported | None = None
-    """Scores of the held-out rows that choose nothing; None in runs without scores of rows."""
-    files: dict[str, str]
-    """Checksum of each other file of the checkpoint (trainer/checkpoints/saver.py)."""
-    sizes: dict[str, int] = Field(default_factory=dict)
-    """Bytes of each of these files."""
+    files: dict[str, str]  # checksum of each other file of the checkpoint (trainer/checkpoints/saver.py)
+    sizes: dict[str, int] = Field(default_factory=dict)  # bytes of each of these files
+    # Number of steps so far that were skipped because their loss was not finite (`on_nonfinite_loss`).
     skipped: int = Field(default=0, ge=0)
-    """Number of steps so far that were skipped because their loss was not finite (`on_nonfinite_loss`)."""
-    skipped_in_a_row: int = Field(default=0, ge=0)
-    """Number of skipped steps directly before and at `step`."""
+    skipped_in_a_row: int = Field(default=0, ge=0)  # number of skipped steps directly before and at `step`
+    # The same two numbers of each auxiliary task with its own update, if it skipped steps.
     tasks_skipped: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
-    """The same two numbers of each auxiliary task with its own update, if it skipped steps."""
 
 
 def joint_hash(hashes: Mapping[str, str]) -> str:
@@ -72,33 +58,22 @@ def joint_hash(hashes: Mapping[str, str]) -> str:
 
 EXPORT = "export"
 SETTINGS = "declutr.json"
-A_PATH = "(a path)"
-"""Stands for a path or an address in the settings of an export, which others get."""
+A_PATH = "(a path)"  # Stands for a path or an address in the settings of an export, which others get
 
 
 class ExportSettings(msgspec.Struct, frozen=True):
     """The part of an export's settings that is read back."""
 
-    step: int
-    """Step of the exported checkpoint."""
+    step: int  # step of the exported checkpoint
     pooling: str
-    verdict: dict[str, Any]
-    """Comparison with the start of the run (trainer/driver/export.py)."""
-    checkpoint: str
-    """Hash of that checkpoint's state, which has the checksums of its files."""
-    config: dict[str, Any]
-    """Settings of the run, without paths and addresses."""
-    files: dict[str, str]
-    """SHA-256 of every other file of the folder."""
+    verdict: dict[str, Any]  # comparison with the start of the run (trainer/driver/export.py)
+    checkpoint: str  # hash of that checkpoint's state, which has the checksums of its files
+    config: dict[str, Any]  # settings of the run, without paths and addresses
+    files: dict[str, str]  # SHA-256 of every other file of the folder
 
 
 def read_settings(folder: Path) -> ExportSettings:
-    """Reads the settings of an exported encoder.
-
-    Raises:
-        DamagedError: the file is damaged.
-        OSError: the file is missing or cannot be read.
-    """
+    """Reads the settings of an exported encoder."""
     settings = read_record(folder / SETTINGS, ExportSettings)
     raw = read_record(folder / SETTINGS, dict[str, Any])  # the hash is of all keys, also of later versions
     if raw.pop("hash", None) != hash_json(raw):

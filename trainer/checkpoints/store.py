@@ -50,10 +50,6 @@ class RunStore:
         Args:
             files: further file names in the run's folder.
             expected: as for `checkpoint.find_latest`.
-
-        Raises:
-            RemoteError: also if the address holds something other than a run.
-            UnreadableError: the disk of this host fails.
         """
         if self.remote.is_whole():  # then its checkpoints have no file lists
             raise RemoteError(f"{self.remote.url} holds a folder that was copied as a whole: name another address")
@@ -68,11 +64,7 @@ class RunStore:
         self._fetch_first(checkpoint.from_best({step: value for step, value in scores.items() if value is not None}))
 
     def fetch_step(self, step: int) -> None:
-        """Fetches a checkpoint from the store and deletes other local checkpoints.
-
-        Raises:
-            AlteredError: it does not verify.
-        """
+        """Fetches a checkpoint from the store and deletes other local checkpoints."""
         self._discard_all_but(step)
         self._there(step).get(self._here(step), renew=True)
 

@@ -15,15 +15,13 @@ from declutr.trainer.parallel.communicator import full_tensor, shard_like
 from declutr.trainer.step.step import TrainStep
 
 
-def collect(train_steps: Sequence[TrainStep], keep: bool = True, memory: Contents | None = None) -> Contents:
-    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, as it gathers sharded ones.
-
-    Args:
-        train_steps: the train steps of the run.
-        keep: false: the worker only takes part in the gathering, and gets no tensors.
-        memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
-            takes.
-    """
+def collect(
+    train_steps: Sequence[TrainStep],  # the train steps of the run
+    keep: bool = True,  # false: the worker only takes part in the gathering, and gets no tensors
+    # an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory takes.
+    memory: Contents | None = None,
+) -> Contents:
+    """Copies the tensors of each file, whole, to the CPU. Every worker must call it, as it gathers sharded ones."""
     memory, encoder = memory or {}, train_steps[0].encoder
     files: dict[str, Mapping[str, Tensor]] = {ENCODER: dict(encoder.named_parameters())}
     for train_step in train_steps:
@@ -48,11 +46,7 @@ def _file(name: str, kind: str) -> str:
 
 
 def load_parameters(path: Path, encoder: nn.Module) -> None:
-    """Copies a checkpoint's parameters into the encoder.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
+    """Copies a checkpoint's parameters into the encoder."""
     _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
 
 
@@ -98,11 +92,7 @@ def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer:
 def load_objective(
     path: Path, objective: Objective[Any], device: torch.device | None = None, name: str = OBJECTIVE
 ) -> None:
-    """Restores an objective's state from the file `name` of a checkpoint, on the CPU without a device.
-
-    Raises:
-        CheckpointError: it does not fit the objective.
-    """
+    """Restores an objective's state from the file `name` of a checkpoint, on the CPU without a device."""
     try:
         objective.restore({name: value.clone().to(device) for name, value in load_file(path / name).items()})
     except RuntimeError as error:

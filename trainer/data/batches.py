@@ -31,24 +31,15 @@ _MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers lo
 
 @dataclass(frozen=True)
 class SpanBatch(PackedBatch):
-    """Spans with their MLM targets, on one device.
-
-    Attributes:
-        input_ids: `(T,)` tokens of the spans, specials included, some of them masked.
-        lengths: as of `PackedBatch`.
-        selected: `(K,)` places in `input_ids`, ascending, whose original token is to be predicted.
-        labels: `(K,)` the original tokens.
-        keys: as of `PackedBatch`.
-        rates: likewise.
-    """
+    """Spans with their MLM targets, on one device."""
 
     by_token: ClassVar[tuple[str, ...]] = ("input_ids",)
-    input_ids: Tensor
-    lengths: Tensor
-    selected: Tensor
-    labels: Tensor
-    keys: Tensor | None = None
-    rates: Tensor | None = None
+    input_ids: Tensor  # `(T,)` tokens of the spans, specials included, some of them masked
+    lengths: Tensor  # as of `PackedBatch`
+    selected: Tensor  # `(K,)` places in `input_ids`, ascending, whose original token is to be predicted
+    labels: Tensor  # `(K,)` the original tokens
+    keys: Tensor | None = None  # as of `PackedBatch`
+    rates: Tensor | None = None  # likewise
 
     @cached_property
     def chosen(self) -> list[int]:
@@ -96,34 +87,21 @@ class SpanBatch(PackedBatch):
 
 
 def pack_spans(
-    tokens: NDArray[np.integer],
-    sources: I64,
-    content: I64,
-    vocabulary: Vocabulary,
-    seed: int,
-    keys: U64,
-    epochs: U64,
+    tokens: NDArray[np.integer],  # tokens of all documents, one after the other
+    sources: I64,  # `(S,)` place of each span's first token in `tokens`
+    content: I64,  # `(S,)` tokens of each span, without specials
+    vocabulary: Vocabulary,  # ids of the tokenizer
+    seed: int,  # the run's seed
+    keys: U64,  # `(S,)` key of each span's document
+    epochs: U64,  # `(S,)` epoch in which it is read
+    # `(S,)` number of the span, unique among those of its document: spans with different numbers drop independently.
     numbers: I64,
-    masking: tuple[MaskingConfig, slice] | None = None,
-    rates: NDArray[np.float64] | None = None,
+    masking: tuple[MaskingConfig, slice] | None = None,  # settings of masking, and the spans to be masked for MLM
+    rates: NDArray[np.float64] | None = None,  # as of `SpanBatch`
+    # `(S,)` true for spans that have the prompt of queries; None: none has it.
     queries: NDArray[np.bool_] | None = None,
 ) -> SpanBatch:
-    """Packs S spans in one row, with their specials, masks and dropout keys.
-
-    Args:
-        tokens: tokens of all documents, one after the other.
-        sources: `(S,)` place of each span's first token in `tokens`.
-        content: `(S,)` tokens of each span, without specials.
-        vocabulary: ids of the tokenizer.
-        seed: the run's seed.
-        keys: `(S,)` key of each span's document.
-        epochs: `(S,)` epoch in which it is read.
-        numbers: `(S,)` number of the span, unique among those of its document: spans with different numbers drop
-            independently.
-        masking: settings of masking, and the spans to be masked for MLM.
-        rates: as of `SpanBatch`.
-        queries: `(S,)` true for spans that have the prompt of queries; None: none has it.
-    """
+    """Packs S spans in one row, with their specials, masks and dropout keys."""
     asked, own = np.zeros(len(content), np.bool_), vocabulary.query_prompt or ()
     if queries is not None and vocabulary.query_prompt is not None:
         asked = queries
@@ -164,21 +142,14 @@ class PatchBatch(PackedBatch):
     """Clips on one device: patches of images or spectrograms, F values each, and a CLS token before those of a clip.
 
     It has the interface of `SpanBatch`; nothing of it is predicted.
-
-    Attributes:
-        values: `(T, F)` values of the patches, uint8 pixels or float32; zero for a CLS token.
-        places: `(T,)` int64, 0 for a CLS token, else 1 + place of the patch in its clip.
-        lengths: as of `PackedBatch`.
-        keys: likewise.
-        rates: likewise.
     """
 
     by_token: ClassVar[tuple[str, ...]] = ("places", "values")
-    values: Tensor
-    places: Tensor
-    lengths: Tensor
-    keys: Tensor | None = None
-    rates: Tensor | None = None
+    values: Tensor  # `(T, F)` values of the patches, uint8 pixels or float32; zero for a CLS token
+    places: Tensor  # `(T,)` int64, 0 for a CLS token, else 1 + place of the patch in its clip
+    lengths: Tensor  # as of `PackedBatch`
+    keys: Tensor | None = None  # likewise
+    rates: Tensor | None = None  # likewise
 
     @property
     def selected(self) -> Tensor:
@@ -199,43 +170,30 @@ class PatchBatch(PackedBatch):
         return digest_of(tokens + np.uint64(1), self.lengths, self.keys)
 
 
-AnyBatch = SpanBatch | PatchBatch
-"""Spans of tokens, or clips of patches."""
+AnyBatch = SpanBatch | PatchBatch  # spans of tokens, or clips of patches
 
 
 class CanonicalMicrobatch(NamedTuple):
-    """A canonical microbatch (trainer/data/batches.py).
+    """A canonical microbatch (trainer/data/batches.py)."""
 
-    Attributes:
-        number: its number in the global batch.
-        num_spans: its spans.
-        num_rows: its rows of views.
-    """
-
-    number: int
-    num_spans: int
-    num_rows: int
+    number: int  # its number in the global batch
+    num_spans: int  # its spans
+    num_rows: int  # its rows of views
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's share of a task's batch in a step.
+    """A rank's share of a task's batch in a step."""
 
-    Attributes:
-        spans: packed spans of its documents.
-        num_rows: m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings, and for a
-            rank without documents.
-        views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
-        facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
-        digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
-        canonical: canonical microbatches of which the spans are composed; empty if there are none.
-    """
-
-    spans: AnyBatch
+    spans: AnyBatch  # packed spans of its documents
+    # m, rows of views that the objective makes from the spans; 0 if the loss uses no embeddings, and for a rank without
+    # documents.
     num_rows: int
+    # `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
     facts: dict[str, Tensor] = field(default_factory=dict)
-    digest: int = 0
-    views: Tensor | None = None
+    digest: int = 0  # digest of the spans (SpanBatch.digest); 0 if it was not computed
+    views: Tensor | None = None  # `(m, V)` int64, number of the span of each view. None: the objective knows the order.
+    # canonical microbatches of which the spans are composed; empty if there are none.
     canonical: tuple[CanonicalMicrobatch, ...] = ()
 
     @cached_property
@@ -259,15 +217,13 @@ class RankBatch:
         return batch
 
 
-def position_ids(batch: AnyBatch, padding_index: int | None) -> Tensor:
-    """`(1, T)` position of each packed token in its span.
-
-    Args:
-        batch: the spans.
-        padding_index: None for positions from 0. Otherwise RoBERTa's rule: they count from padding_index + 1, and a
-            token with this id (MLM may draw it as a replacement) has position padding_index and is not counted.
-            Patches have positions from 0.
-    """
+def position_ids(
+    batch: AnyBatch,  # the spans
+    # None for positions from 0. Otherwise RoBERTa's rule: they count from padding_index + 1, and a token with this id
+    # (MLM may draw it as a replacement) has position padding_index and is not counted. Patches have positions from 0.
+    padding_index: int | None,
+) -> Tensor:
+    """`(1, T)` position of each packed token in its span."""
     places = batch.table.places
     if padding_index is None or not isinstance(batch, SpanBatch):
         return places[None]
@@ -300,28 +256,23 @@ class Collator(Protocol):
     A collator may have an attribute `fetch` (trainer/data/chunks.py) for work that the tasks that read shards do.
     """
 
-    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
-        """The batch of a worker, on the CPU.
-
-        Args:
-            rows: n rows of the shards.
-            epochs: `(n,)` epoch in which each is read.
-        """
+    def collate(
+        self,
+        rows: pa.Table,  # n rows of the shards
+        epochs: NDArray[np.int64],  # `(n,)` epoch in which each is read
+    ) -> RankBatch:
+        """The batch of a worker, on the CPU."""
 
 
 def collated(
-    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], start: int, canonical_documents: int | None
+    collator: Collator,  # packs rows
+    rows: pa.Table,  # n rows of the shards; of canonical microbatches whole ones of the global batch, each packed alone
+    epochs: NDArray[np.int64],  # `(n,)` epoch in which each is read
+    start: int,  # place of the first row in the global batch
+    # documents of a canonical microbatch, of which the last may have fewer; None: the batch is packed as one.
+    canonical_documents: int | None,
 ) -> RankBatch:
-    """The batch of a worker with its digest.
-
-    Args:
-        collator: packs rows.
-        rows: n rows of the shards; of canonical microbatches whole ones of the global batch, each packed alone.
-        epochs: `(n,)` epoch in which each is read.
-        start: place of the first row in the global batch.
-        canonical_documents: documents of a canonical microbatch, of which the last may have fewer; None: the batch is
-            packed as one.
-    """
+    """The batch of a worker with its digest."""
     if canonical_documents is None or not len(rows):  # no row: more workers than microbatches
         batch = collator.collate(rows, epochs)
         return replace(batch, digest=batch.spans.digest())

@@ -20,8 +20,7 @@ _CHUNK_DOCUMENTS = 1024  # tasks with fewer are mostly overhead
 _CHUNK_VALUES = 16 * 1024 * 1024  # tokens or energies: a chunk of long documents must easily fit the object store
 
 
-Part = tuple[float, int]
-"""A share of the documents, and the seed that chooses them."""
+Part = tuple[float, int]  # A share of the documents, and the seed that chooses them
 Fetch = Callable[[pa.Table, NDArray[np.int64], ShardSet], pa.Table]
 """Changes rows of the shards, given the epoch of each and the shards; it must not import torch."""
 _shards: dict[tuple[tuple[str, ...], Part | None, tuple[int, ...]], ShardSet] = {}  # opened once per process
@@ -29,33 +28,21 @@ _shards: dict[tuple[tuple[str, ...], Part | None, tuple[int, ...]], ShardSet] = 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's slice of the plan, cut into chunks of whole steps.
+    """A rank's slice of the plan, cut into chunks of whole steps."""
 
-    Attributes:
-        plan: the run's plan.
-        folders: the shards of each corpus, on the rank's host.
-        start: first position of the global batch that the rank reads.
-        end: position after its last.
-        first_step: 0-based step with which the stream starts.
-        last_step: step after the last.
-        chunk_steps: number of steps that a chunk covers.
-        places: where `data` of the run names them. The folder of an address is a copy, which tasks on other hosts
-            download too.
-        fetch: changes the rows in the task that reads them, given their epochs; None: they stay as they are.
-        part: the part of the shards that the run reads; None: all.
-        made_ns: times of the manifests at the start of the run; a later run may find other shards in the same folders.
-    """
-
-    plan: Plan
-    folders: tuple[str, ...]
-    start: int
-    end: int
-    first_step: int
-    last_step: int
-    chunk_steps: int
+    plan: Plan  # the run's plan
+    folders: tuple[str, ...]  # the shards of each corpus, on the rank's host
+    start: int  # first position of the global batch that the rank reads
+    end: int  # position after its last
+    first_step: int  # 0-based step with which the stream starts
+    last_step: int  # step after the last
+    chunk_steps: int  # number of steps that a chunk covers
+    # where `data` of the run names them. The folder of an address is a copy, which tasks on other hosts download too.
     places: tuple[str, ...] = ()
+    # changes the rows in the task that reads them, given their epochs; None: they stay as they are.
     fetch: Fetch | None = None
-    part: Part | None = None
+    part: Part | None = None  # the part of the shards that the run reads; None: all
+    # times of the manifests at the start of the run; a later run may find other shards in the same folders.
     made_ns: tuple[int, ...] = ()
 
     @property

@@ -19,26 +19,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenRates:
-    """Dropout rates of tokens, instead of one rate of a layer.
+    """Dropout rates of tokens, instead of one rate of a layer."""
 
-    Attributes:
-        limits: int32; an element is dropped if its mixed word is below the limit of its token.
-        factors: float64, 1 / (1 - p), by which kept elements are multiplied.
-        any: True if a rate is above 0.
-    """
-
-    limits: Tensor
-    factors: Tensor
-    any: bool
+    limits: Tensor  # int32; an element is dropped if its mixed word is below the limit of its token
+    factors: Tensor  # float64, 1 / (1 - p), by which kept elements are multiplied
+    any: bool  # True if a rate is above 0
 
     @staticmethod
-    def of(rates: Tensor, lengths: Tensor) -> "TokenRates":
-        """Rates `(T,)` of the spans' tokens.
-
-        Args:
-            rates: `(S,)` float64 probability of each span, 0 to 1 (exclusive); on the CPU.
-            lengths: `(S,)` number of tokens of each span, on the CPU.
-        """
+    def of(
+        rates: Tensor,  # `(S,)` float64 probability of each span, 0 to 1 (exclusive); on the CPU
+        lengths: Tensor,  # `(S,)` number of tokens of each span, on the CPU
+    ) -> "TokenRates":
+        """Rates `(T,)` of the spans' tokens."""
         limits = ((rates * 2**32).long() - 2**31).to(torch.int32)
         limits, factors = (torch.repeat_interleave(values, lengths) for values in (limits, 1 / (1 - rates)))
         return TokenRates(limits, factors, bool((rates > 0).any()))
@@ -47,13 +39,12 @@ class TokenRates:
         """The rates of the same tokens in another shape."""
         return TokenRates(change(self.limits), change(self.factors), self.any)
 
-    def apply(self, values: Tensor, mixed: Tensor) -> Tensor:
-        """Drops elements of values `(..., H)`, whose leading shape is that of the rates, and scales the others.
-
-        Args:
-            values: hidden states or attention weights.
-            mixed: `(..., H)` int32 words of the elements, overwritten.
-        """
+    def apply(
+        self,
+        values: Tensor,  # hidden states or attention weights
+        mixed: Tensor,  # `(..., H)` int32 words of the elements, overwritten
+    ) -> Tensor:
+        """Drops elements of values `(..., H)`, whose leading shape is that of the rates, and scales the others."""
         # bfloat16 has no number near 1 / 0.85
         factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))[..., None]
         return (values.masked_fill(drops(mixed, self.limits[..., None]), 0.0) * factors).to(values.dtype)
@@ -87,34 +78,24 @@ class TokenTable:
 
     The collator's thread computes it on the CPU and copies it to the GPU from page-locked memory, so that a step never
     waits for such a copy.
-
-    Attributes:
-        lengths: `(S,)` int64 tokens of each span.
-        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
-        owners: `(T,)` int64 number of each token's span.
-        places: `(T,)` int64 place of each token in its span.
-        keys: `(T,)` int32 dropout keys; None if nothing is dropped.
-        hidden: dropout rates of the tokens' hidden states; None: those of the layers.
-        attention: dropout rates of the tokens' attention weights, as queries.
     """
 
-    lengths: Tensor
-    bounds: Tensor
-    owners: Tensor
-    places: Tensor
-    keys: Tensor | None = None
-    hidden: TokenRates | None = None
-    attention: TokenRates | None = None
+    lengths: Tensor  # `(S,)` int64 tokens of each span
+    bounds: Tensor  # `(S + 1,)` int32 start of each span, and the end of the last
+    owners: Tensor  # `(T,)` int64 number of each token's span
+    places: Tensor  # `(T,)` int64 place of each token in its span
+    keys: Tensor | None = None  # `(T,)` int32 dropout keys; None if nothing is dropped
+    hidden: TokenRates | None = None  # dropout rates of the tokens' hidden states; None: those of the layers
+    attention: TokenRates | None = None  # dropout rates of the tokens' attention weights, as queries
 
     @classmethod
-    def of(cls, lengths: Tensor, keys: Tensor | None, rates: Tensor | None) -> Self:
-        """The table of spans on the CPU.
-
-        Args:
-            lengths: `(S,)` tokens of each span.
-            keys: `(S,)` int32 dropout keys, or None.
-            rates: `(S, 2)` dropout rates of hidden states and attention weights, or None.
-        """
+    def of(
+        cls,
+        lengths: Tensor,  # `(S,)` tokens of each span
+        keys: Tensor | None,  # `(S,)` int32 dropout keys, or None
+        rates: Tensor | None,  # `(S, 2)` dropout rates of hidden states and attention weights, or None
+    ) -> Self:
+        """The table of spans on the CPU."""
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
         owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -139,13 +120,12 @@ class TokenTable:
         }
         return replace(self, **moved)
 
-    def slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
-        """The part of consecutive spans.
-
-        Args:
-            spans: first span of the part, and the span after its last.
-            tokens: first token of the part, and the token after its last.
-        """
+    def slice(
+        self,
+        spans: tuple[int, int],  # first span of the part, and the span after its last
+        tokens: tuple[int, int],  # first token of the part, and the token after its last
+    ) -> Self:
+        """The part of consecutive spans."""
         (first, last), (start, end) = spans, tokens
         part = self.moved(lambda tensor: tensor[start:end])
         bounds = self.bounds[first : last + 1] - start
@@ -157,20 +137,14 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers lo
 
 
 class PackedBatch:
-    """Spans on one device, packed one after the other without padding: what tokens and patches have in common.
+    """Spans on one device, packed one after the other without padding: what tokens and patches have in common."""
 
-    Attributes:
-        lengths: `(S,)` tokens of each span; on the CPU, for planning.
-        keys: `(S,)` int32 keys of each span's dropout, on the CPU; None if nothing is dropped.
-        rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, instead of those of
-            the encoder's layers; on the CPU. None: the layers' rates.
-    """
-
-    by_token: ClassVar[tuple[str, ...]]
-    """Fields with an entry for each token, on the batch's device."""
+    by_token: ClassVar[tuple[str, ...]]  # fields with an entry for each token, on the batch's device
     __dataclass_fields__: ClassVar[dict[str, Any]]  # of each kind of batch, for `replace`
-    lengths: Tensor
-    keys: Tensor | None
+    lengths: Tensor  # `(S,)` tokens of each span; on the CPU, for planning
+    keys: Tensor | None  # `(S,)` int32 keys of each span's dropout, on the CPU; None if nothing is dropped
+    # `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, instead of those of the
+    # encoder's layers; on the CPU. None: the layers' rates.
     rates: Tensor | None
 
     def _tensors(self, *names: str) -> dict[str, Tensor]:
@@ -274,14 +248,12 @@ def pieces(sizes: Sequence[int], limit: int, by_length: bool = False) -> list[tu
     return [*cuts, (start, len(sizes))] if start < len(sizes) else cuts
 
 
-def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:
-    """A number below DIGEST for spans: a sum over spans, each mixed from its tokens' numbers and its dropout key.
-
-    Args:
-        values: `(T,)` a number for each token.
-        lengths: `(S,)` tokens of each span.
-        keys: `(S,)` int32 dropout keys, or None.
-    """
+def digest_of(
+    values: NDArray[np.uint64],  # `(T,)` a number for each token
+    lengths: Tensor,  # `(S,)` tokens of each span
+    keys: Tensor | None,  # `(S,)` int32 dropout keys, or None
+) -> int:
+    """A number below DIGEST for spans: a sum over spans, each mixed from its tokens' numbers and its dropout key."""
     if not len(lengths):
         return 0
     sizes = lengths.numpy()

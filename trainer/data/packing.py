@@ -19,25 +19,15 @@ _SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Size and special ids of a tokenizer.
+    """Size and special ids of a tokenizer."""
 
-    Attributes:
-        size: number of ids.
-        bos: id before every span, or None.
-        eos: id after every span, or None.
-        mask: id of the mask token.
-        special: every special id; never selected for MLM.
-        prompt: ids before the content of every span, after `bos`; never selected either.
-        query_prompt: the same of a span that is a query; None: `prompt`.
-    """
-
-    size: int
-    bos: int | None
-    eos: int | None
-    mask: int
-    special: tuple[int, ...]
-    prompt: tuple[int, ...] = ()
-    query_prompt: tuple[int, ...] | None = None
+    size: int  # number of ids
+    bos: int | None  # id before every span, or None
+    eos: int | None  # id after every span, or None
+    mask: int  # id of the mask token
+    special: tuple[int, ...]  # every special id; never selected for MLM
+    prompt: tuple[int, ...] = ()  # ids before the content of every span, after `bos`; never selected either
+    query_prompt: tuple[int, ...] | None = None  # the same of a span that is a query; None: `prompt`
 
     @property
     def num_specials(self) -> int:
@@ -45,15 +35,13 @@ class Vocabulary:
         return (self.bos is not None) + (self.eos is not None) + max(len(self.prompt), len(self.query_prompt or ()))
 
 
-def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:
-    """`(S,)` dropout keys of spans; spans with different arguments drop independently.
-
-    Args:
-        seed: seed of the run.
-        keys: `(S,)` key of each span's document.
-        epochs: `(S,)` epoch in which it is read.
-        numbers: `(S,)` number of the span, unique among those of its document.
-    """
+def dropout_words(
+    seed: int,  # seed of the run
+    keys: seeding.U64,  # `(S,)` key of each span's document
+    epochs: seeding.U64,  # `(S,)` epoch in which it is read
+    numbers: I64,  # `(S,)` number of the span, unique among those of its document
+) -> NDArray[np.int32]:
+    """`(S,)` dropout keys of spans; spans with different arguments drop independently."""
     drawn = seeding.blocks(seed, "dropout", keys, epochs, numbers.astype(np.uint64))
     return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
 
@@ -79,26 +67,16 @@ class MaskingConfig(Strict):
 
 
 def mask_tokens(
-    config: MaskingConfig,
-    seed: int,
-    vocabulary: Vocabulary,
-    ids: I64,
-    key: seeding.U64,
-    epoch: seeding.U64,
-    anchor: I64,
-    place: I64,
+    config: MaskingConfig,  # probabilities of selection and replacement
+    seed: int,  # the run's seed
+    vocabulary: Vocabulary,  # ids of the tokenizer; random replacements may hit a special token or the token itself
+    ids: I64,  # `(t,)` tokens
+    key: seeding.U64,  # `(t,)` key of each token's document
+    epoch: seeding.U64,  # `(t,)` epoch in which the document is read
+    anchor: I64,  # `(t,)` number of the token's span in its document
+    place: I64,  # `(t,)` place of the token in its span, below 2**20
 ) -> tuple[I64, NDArray[np.bool_]]:
     """Masked copy of the tokens, and the selection of tokens to be predicted.
-
-    Args:
-        config: probabilities of selection and replacement.
-        seed: the run's seed.
-        vocabulary: ids of the tokenizer; random replacements may hit a special token or the token itself.
-        ids: `(t,)` tokens.
-        key: `(t,)` key of each token's document.
-        epoch: `(t,)` epoch in which the document is read.
-        anchor: `(t,)` number of the token's span in its document.
-        place: `(t,)` place of the token in its span, below 2**20.
 
     Returns:
         `(t,)` new ids, and `(t,)` true for selected tokens.

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 
-MOST_TURNS = 100_000
-"""Longest period in rows: its table is held in memory by every process that reads."""
+MOST_TURNS = 100_000  # longest period in rows: its table is held in memory by every process that reads
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
@@ -61,18 +60,17 @@ _ROUNDS = 8
 I64 = NDArray[np.int64]
 
 
-def permute(seed: int, epochs: I64, items: I64, size: int, inverse: bool = False) -> I64:
+def permute(
+    seed: int,  # the run's seed
+    epochs: I64,  # `(n,)` epoch of each item
+    items: I64,  # `(n,)` numbers below `size`
+    size: int,  # number of documents, 1 to 2**62
+    inverse: bool = False,  # finds the items whose images are `items`
+) -> I64:
     """Image of each item under the keyed permutation of `range(size)` that belongs to its epoch, or its preimage.
 
     A balanced Feistel network over the next even power of two, with Philox as its round function; values outside the
     range walk the cycle until they are inside (Black and Rogaway, CT-RSA 2002). It needs no table.
-
-    Args:
-        seed: the run's seed.
-        epochs: `(n,)` epoch of each item.
-        items: `(n,)` numbers below `size`.
-        size: number of documents, 1 to 2**62.
-        inverse: finds the items whose images are `items`.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask = np.uint64((1 << half) - 1)
@@ -108,23 +106,15 @@ def part_of(total: int, unit: int, rank: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The documents that each step of a run reads.
+    """The documents that each step of a run reads."""
 
-    Attributes:
-        seed: the run's seed.
-        num_documents: documents of the training split, the length of an epoch; of several corpora their sum.
-        batch_documents: documents of one optimizer step over all ranks.
-        canonical_documents: documents of a canonical microbatch, of which ranks have whole ones; None: there are none.
-        sizes: documents of each of several corpora; empty: there is one.
-        shares: share of each in the rows that are read, as whole numbers without a common divisor.
-    """
-
-    seed: int
-    num_documents: int
-    batch_documents: int
+    seed: int  # the run's seed
+    num_documents: int  # documents of the training split, the length of an epoch; of several corpora their sum
+    batch_documents: int  # documents of one optimizer step over all ranks
+    # documents of a canonical microbatch, of which ranks have whole ones; None: there are none.
     canonical_documents: int | None = None
-    sizes: tuple[int, ...] = ()
-    shares: tuple[int, ...] = (1,)
+    sizes: tuple[int, ...] = ()  # documents of each of several corpora; empty: there is one
+    shares: tuple[int, ...] = (1,)  # share of each in the rows that are read, as whole numbers without a common divisor
 
     def slice(self, rank: int, world_size: int) -> tuple[int, int]:
         """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document or microbatch."""

@@ -56,16 +56,15 @@ class _Pace:
         """Does nothing."""
 
 
-def limit_resources(streams: int, cpus: float, store_bytes: float) -> None:
+def limit_resources(
+    streams: int,  # number of Datasets of all ranks
+    cpus: float,  # CPUs of the cluster that no worker reserves
+    store_bytes: float,  # size of the cluster's object store
+) -> None:
     """Limits each Dataset of this process to its share of what the readers of all ranks may use.
 
     Ray Data takes the whole cluster as its own. With one Dataset a rank, all of them together would start as many tasks
     as the cluster has CPUs for each, and fill the object store, which then spills to disk.
-
-    Args:
-        streams: number of Datasets of all ranks.
-        cpus: CPUs of the cluster that no worker reserves.
-        store_bytes: size of the cluster's object store.
     """
     share = ExecutionResources(
         cpu=max(1.0, cpus // streams), object_store_memory=max(_LEAST_STORE_BYTES, _STORE_SHARE * store_bytes / streams)
@@ -73,13 +72,11 @@ def limit_resources(streams: int, cpus: float, store_bytes: float) -> None:
     DataContext.get_current().execution_options.resource_limits = share
 
 
-def documents(rank_plan: RankPlan, tasks: bool = True) -> Iterator[pa.Table]:
-    """The rank's documents, one table a step; blocks may end anywhere, so they are joined and cut here.
-
-    Args:
-        rank_plan: slice of the plan.
-        tasks: Ray Data reads all chunks but the first. False: this process reads all.
-    """
+def documents(
+    rank_plan: RankPlan,  # slice of the plan
+    tasks: bool = True,  # Ray Data reads all chunks but the first. False: this process reads all.
+) -> Iterator[pa.Table]:
+    """The rank's documents, one table a step; blocks may end anywhere, so they are joined and cut here."""
     per_step = rank_plan.end - rank_plan.start
     if per_step == 0:  # more ranks than documents: this one only joins the all-reduces
         shards, nothing = ShardSet(Path(rank_plan.folders[0]), "train", part=rank_plan.part), np.empty(0, np.int64)
@@ -149,15 +146,10 @@ def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks
 
 @dataclass
 class Prefetcher:
-    """Runs an iterator in a thread, a few items ahead, and measures how long its reader waited.
+    """Runs an iterator in a thread, a few items ahead, and measures how long its reader waited."""
 
-    Attributes:
-        items: the iterator; only the thread uses it.
-        waited_seconds: time in seconds that the reader has waited so far.
-    """
-
-    items: Iterator[Any]
-    waited_seconds: float = 0.0
+    items: Iterator[Any]  # the iterator; only the thread uses it
+    waited_seconds: float = 0.0  # time in seconds that the reader has waited so far
     _ready: "queue.Queue[tuple[Any, BaseException | None]]" = field(default_factory=lambda: queue.Queue(_AHEAD_BATCHES))
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None

@@ -30,16 +30,11 @@ _OF_A_RUN = {*RUN_FILES, DEVICE, LOCK, CHECKPOINTS} - {SUMMARY}  # also of one j
 _OF_A_COMMAND = (".err", ".log", ".out", ".sh", ".yaml", ".yml")  # users put its settings and output into the run
 
 
-def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
-    """Plans a run and checks the plan, without torch.
-
-    Args:
-        config: of the run.
-        of_run: refuse also what is wrong with the run's folder, such as another run's results in it.
-
-    Raises:
-        ConfigError: with every problem that the files of the run and the manifests of its shards show, one line each.
-    """
+def resolve(
+    config: TrainConfig,  # of the run
+    of_run: bool = True,  # refuse also what is wrong with the run's folder, such as another run's results in it
+) -> RunPlan:
+    """Plans a run and checks the plan, without torch."""
     problems = place_problems(config.model_dump())
     no_place = any(line.startswith("run = ") for line in problems)
     if no_place and of_run:  # the plan would look for a checkpoint in that folder
@@ -142,11 +137,7 @@ def _tokenizer_problems(label: str, manifest: Manifest, plan: RunPlan) -> list[s
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises an error that lists the problems, if any.
-
-    Raises:
-        ConfigError: the list is not empty.
-    """
+    """Raises an error that lists the problems, if any."""
     if problems:
         raise ConfigError("train", problems)
 
@@ -318,13 +309,11 @@ def kind_problem(task: TaskSettings, manifest: Manifest) -> str | None:
     )
 
 
-def data_problems(task: TaskSettings, corpora: Sequence[Manifest]) -> list[str]:
-    """Reasons why a task's objective cannot train on these shards, one line each, from their manifests alone.
-
-    Args:
-        task: the task.
-        corpora: manifests of its shards.
-    """
+def data_problems(
+    task: TaskSettings,  # the task
+    corpora: Sequence[Manifest],  # manifests of its shards
+) -> list[str]:
+    """Reasons why a task's objective cannot train on these shards, one line each, from their manifests alone."""
     if other_kind := kind_problem(task, corpora[0]):
         return [other_kind]
     # `corpora_problems` names the others

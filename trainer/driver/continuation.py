@@ -32,9 +32,6 @@ def kept_device(scaling: ScalingConfig, run: Path) -> Literal["auto", "cpu", "cu
     """The device of a run's next start: the recorded one, else `scaling.device`.
 
     A run without a checkpoint has computed nothing yet, so that `scaling.device` may still replace the record.
-
-    Raises:
-        DamagedError: as `recorded_device`.
     """
     record = recorded_device(run)
     if record is None or (scaling.device != "auto" and not steps_in(run / CHECKPOINTS)):
@@ -57,20 +54,14 @@ def device_problem(scaling: ScalingConfig, run: Path) -> str | None:
     )
 
 
-def choose_device(scaling: ScalingConfig, run: Path, store: RunStore | None, resources: Mapping[str, float]) -> Device:
-    """Chooses the device at a run's first start, and records and logs it; returns the recorded one later.
-
-    Args:
-        scaling: settings of the run.
-        run: folder of the run.
-        store: of the run, which gets the choice before any step, so that no other host chooses again; None: a folder.
-        resources: of Ray's session, by name.
-
-    Raises:
-        DamagedError: as `recorded_device`.
-        RemoteError: the store does not take the choice.
-        UsageError: GPUs are chosen, and the run cannot use them.
-    """
+def choose_device(
+    scaling: ScalingConfig,  # settings of the run
+    run: Path,  # folder of the run
+    # of the run, which gets the choice before any step, so that no other host chooses again; None: a folder.
+    store: RunStore | None,
+    resources: Mapping[str, float],  # of Ray's session, by name
+) -> Device:
+    """Chooses the device at a run's first start, and records and logs it; returns the recorded one later."""
     device = kept_device(scaling, run)
     gpus, min_workers = resources.get("GPU", 0), scaling.least_workers
     if device == "auto":
@@ -225,8 +216,7 @@ SECONDS = "seconds.json"
 FAILURES = "failures.log"
 RUN_FILES = ("config.yaml", RESUME_SETTINGS, SECONDS, FAILURES, SUMMARY)
 """Written by the driver of a run. DEVICE is not: the first worker completes it, maybe on another host, and sends it."""
-MOMENT = "%Y-%m-%d %H:%M:%S"
-"""Form of the local time at which a failure is recorded."""
+MOMENT = "%Y-%m-%d %H:%M:%S"  # form of the local time at which a failure is recorded
 
 
 def ended_early(run: Path, patience: int | None, done: int) -> dict[str, Any] | None:

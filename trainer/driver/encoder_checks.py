@@ -35,13 +35,11 @@ _PROBED_RATE = 0.1  # of dropout
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
-def encoder_problems(plan: RunPlan, name: str = "") -> list[str]:
-    """Problems of the encoder, its vocabulary, positions and weights, one line each.
-
-    Args:
-        plan: of a run without problems that its files show, and without a checkpoint.
-        name: of an auxiliary task that reads texts.
-    """
+def encoder_problems(
+    plan: RunPlan,  # of a run without problems that its files show, and without a checkpoint
+    name: str = "",  # of an auxiliary task that reads texts
+) -> list[str]:
+    """Problems of the encoder, its vocabulary, positions and weights, one line each."""
     task = plan.tasks[name]
     advice = f" ({task.objective.without_mlm} trains without MLM)"
     return [line + advice if "without MLM" in line else line for line in _problems(plan, task)]

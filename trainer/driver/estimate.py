@@ -36,33 +36,18 @@ _LITTLE = 0.5  # share of the tokens below which the passes are named that would
 
 @dataclass(frozen=True)
 class Trial:
-    """Figures of the steps.
+    """Figures of the steps."""
 
-    Attributes:
-        device: cpu or cuda.
-        num_steps: measured steps.
-        step_seconds: time of a step, median.
-        step_tokens: tokens of a step over all workers, mean.
-        validation_seconds: time of a validation; 0 without one.
-        memory_mib: peak memory of a worker.
-    """
-
-    device: str
-    num_steps: int
-    step_seconds: float
-    step_tokens: float
-    validation_seconds: float
-    memory_mib: float
+    device: str  # cpu or cuda
+    num_steps: int  # measured steps
+    step_seconds: float  # time of a step, median
+    step_tokens: float  # tokens of a step over all workers, mean
+    validation_seconds: float  # time of a validation; 0 without one
+    memory_mib: float  # peak memory of a worker
 
 
 def plan_lines(plan: RunPlan) -> Iterator[str]:
-    """The estimate of a run, whose folder is only read, as text.
-
-    Raises:
-        ConfigError: problems of the run.
-        ShardError: the shards cannot be read.
-        NonFiniteLossError: the losses of more than 20 of the first steps are not finite.
-    """
+    """The estimate of a run, whose folder is only read, as text."""
     refuse(load_problems(plan))
     trial = try_steps(plan)
     config, steps, noun = plan.config, plan.total_steps, plan.manifest.noun
@@ -112,15 +97,10 @@ def _validations(plan: RunPlan) -> tuple[int, int]:
 
 
 @torch_as_before()
-def try_steps(plan: RunPlan) -> Trial:
-    """Takes the first steps of a run as one of its workers would, without exchange with others.
-
-    Args:
-        plan: of the run, without problems; its folder is only read.
-
-    Raises:
-        NonFiniteLossError: the losses of more than 20 of these steps in a row are not finite.
-    """
+def try_steps(
+    plan: RunPlan,  # of the run, without problems; its folder is only read
+) -> Trial:
+    """Takes the first steps of a run as one of its workers would, without exchange with others."""
     transformers_logging.disable_progress_bar()
     plan = plan.changed(precision=kept_precision(plan.config.precision, plan.folder))
     config = plan.config

@@ -180,13 +180,12 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
     }
 
 
-def verdict_of(looks: int, seed: int, state: RunState) -> dict[str, Any]:
+def verdict_of(
+    looks: int,  # validations of the whole run, the one of its start included; each scores the reporting rows
+    seed: int,  # of the run, and so of the interval's draws
+    state: RunState,  # of the exported checkpoint
+) -> dict[str, Any]:
     """The difference between the start of a run and a checkpoint, for the summary, the model card and the last line.
-
-    Args:
-        looks: validations of the whole run, the one of its start included; each scores the reporting rows.
-        seed: of the run, and so of the interval's draws.
-        state: of the exported checkpoint.
 
     Returns:
         `sentence`, and with values of both: `score`, `start`, `exported`, `difference`, `rows`, `interval` (95%, or

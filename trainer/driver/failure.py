@@ -24,21 +24,13 @@ _NODE_SECONDS = 20.0  # after 15.5 s a head with Ray's defaults has missed a nod
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """A failure of a group before its last step.
+    """A failure of a group before its last step."""
 
-    Attributes:
-        summary: one line for the user.
-        kind: key that equal failures share; it contains no pid, address or time.
-        account: Ray's full error messages.
-        lost: True if the group's coordinator or Ray itself died, not a worker.
-        collateral: True if workers report a broken exchange, and Ray no death that broke it.
-    """
-
-    summary: str
-    kind: str
-    account: str
-    lost: bool = False
-    collateral: bool = False
+    summary: str  # one line for the user
+    kind: str  # key that equal failures share; it contains no pid, address or time
+    account: str  # Ray's full error messages
+    lost: bool = False  # True if the group's coordinator or Ray itself died, not a worker
+    collateral: bool = False  # True if workers report a broken exchange, and Ray no death that broke it
 
     def log(self, run: Path, step: int) -> None:
         """Appends Ray's messages to the run's `failures.log`, or logs them if that file cannot be written."""

@@ -34,15 +34,14 @@ _POLLS = 1000.0  # of all workers, a second: more would keep the process that po
 _ALLOCATOR = Path(ray.__file__).parent / "core" / "libjemalloc.so"
 
 
-def build_group(scaling: ScalingConfig, run: Path, settings: dict[str, Any]) -> Any:
-    """The TorchTrainer of one start of a run; trainer/driver/supervisor.py restarts it.
-
-    Args:
-        scaling: settings of the workers' number.
-        run: folder of the run.
-        settings: for the workers, as `train_loop` (trainer/worker/entry.py) takes them, but `checkpoints`. GPUs
-            that are missing for their `device` are waited for.
-    """
+def build_group(
+    scaling: ScalingConfig,  # settings of the workers' number
+    run: Path,  # folder of the run
+    # for the workers, as `train_loop` (trainer/worker/entry.py) takes them, but `checkpoints`. GPUs that are missing
+    # for their `device` are waited for.
+    settings: dict[str, Any],
+) -> Any:
+    """The TorchTrainer of one start of a run; trainer/driver/supervisor.py restarts it."""
     seconds = max(_POLL_SECONDS, scaling.most_workers / _POLLS)
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{seconds:g}")
     from ray.train.torch import TorchTrainer  # loads torch, which no refused run waits for

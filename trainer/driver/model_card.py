@@ -18,10 +18,8 @@ from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.run import RunPlan
 
 CARD = "README.md"
-PLACE = "path/to/this/folder"
-"""Stands for the place of the encoder in the examples of its card."""
-_ROWS = {"pairs": "premises"}
-"""Names of the rows of shards, where the kind of content is not their name."""
+PLACE = "path/to/this/folder"  # Stands for the place of the encoder in the examples of its card
+_ROWS = {"pairs": "premises"}  # names of the rows of shards, where the kind of content is not their name
 _SENTENCE_TRANSFORMERS = f"""    from sentence_transformers import SentenceTransformer
     embeddings = SentenceTransformer("{PLACE}").encode(["A sentence."])
 
@@ -36,8 +34,7 @@ _POOLED = {
     "cls": "embeddings = hidden[:, 0]",
     "max": "mask = texts['attention_mask'][:, :, None] == 0\n"
     "    embeddings = hidden.masked_fill(mask, float('-inf')).amax(1)",
-}
-"""From hidden states `hidden` to embeddings, by pooling."""
+}  # from hidden states `hidden` to embeddings, by pooling
 _SIZES = """Sizes: {}. The first numbers of an embedding, this many, are embeddings too, compared by cosine or after
 normalisation: `SentenceTransformer(folder, truncate_dim=SIZE)`, `declutr embed --dimensions SIZE --normalise`.
 """
@@ -57,33 +54,19 @@ def _transformers(pooling: str) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """Content of a card; texts are Markdown.
+    """Content of a card; texts are Markdown."""
 
-    Attributes:
-        title: of the encoder.
-        base: name or folder of the encoder from which it was made; None if it was trained from scratch.
-        method: of the training or the closed form.
-        scores: with intervals.
-        data: from which it was made, without texts.
-        settings: that made it; paths are left out.
-        pooling: of the encoder.
-        layers: true if it has layers behind its pooling.
-        tags: for a search on the hub.
-        prompt: text before every text of the training.
-        query_prompt: text before queries; None: `prompt`.
-    """
-
-    title: str
-    base: str | None
-    method: str
-    scores: str
-    data: str
-    settings: Mapping[str, Any]
-    pooling: str
-    layers: bool
-    tags: tuple[str, ...] = field(default=())
-    prompt: str = ""
-    query_prompt: str | None = None
+    title: str  # of the encoder
+    base: str | None  # name or folder of the encoder from which it was made; None if it was trained from scratch
+    method: str  # of the training or the closed form
+    scores: str  # with intervals
+    data: str  # from which it was made, without texts
+    settings: Mapping[str, Any]  # that made it; paths are left out
+    pooling: str  # of the encoder
+    layers: bool  # true if it has layers behind its pooling
+    tags: tuple[str, ...] = field(default=())  # for a search on the hub
+    prompt: str = ""  # text before every text of the training
+    query_prompt: str | None = None  # text before queries; None: `prompt`
 
     def text(self) -> str:
         """The file."""

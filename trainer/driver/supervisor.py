@@ -139,12 +139,7 @@ class Supervisor:
         return self._here.line or self._line
 
     def run_to_end(self) -> int:
-        """Starts the group until the run reaches its last step or stops early; returns the last step taken.
-
-        Raises:
-            TrainingFailedError: the run cannot continue; the message has the workers' reason.
-            RunStoppedError: this process received a signal to stop, or lost the run to another command.
-        """
+        """Starts the group until the run reaches its last step or stops early; returns the last step taken."""
         while True:
             self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds)
             self._hang = None
@@ -274,11 +269,7 @@ class Supervisor:
                     get_logger().info("worker %d: %s", heartbeat["rank"], line)
 
     def _continue_after(self, failure: GroupFailure) -> None:
-        """Counts a failure, and pauses unless it is the first without progress.
-
-        Raises:
-            TrainingFailedError: too many failures, or the same failure too often in a row.
-        """
+        """Counts a failure, and pauses unless it is the first without progress."""
         scaling = self.scaling
         line = read_last_step(self.run / METRICS)
         step = max(0, self._watchdog.reached, line["step"] if line else 0)

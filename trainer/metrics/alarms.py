@@ -40,16 +40,13 @@ class _Spread:
 
 
 class Alarms:
-    """Watches the lines of a run's metrics in their order.
-
-    Args:
-        objectives: settings of the objective of each task by name; "" is the main one.
-        settings: values of the settings that remedies name, by dotted key.
-        memory_mib: memory of the first worker's device, or of its host, in MiB.
-    """
+    """Watches the lines of a run's metrics in their order."""
 
     def __init__(
-        self, objectives: Mapping[str, ObjectiveConfig], settings: Mapping[str, Any], memory_mib: float = float("inf")
+        self,
+        objectives: Mapping[str, ObjectiveConfig],  # settings of the objective of each task by name; "" is the main one
+        settings: Mapping[str, Any],  # values of the settings that remedies name, by dotted key
+        memory_mib: float = float("inf"),  # memory of the first worker's device, or of its host, in MiB
     ) -> None:
         self._objectives = objectives
         self._settings = settings
@@ -123,18 +120,15 @@ class Alarms:
         return f"{key} (now {self._settings[key]})" if key in self._settings else key
 
     def _collapse(
-        self, whose: str, task: str, line: Mapping[str, Any], evenness: str, dimensions: str, size: int
+        self,
+        whose: str,  # the embeddings, in words
+        task: str,  # task of these
+        line: Mapping[str, Any],  # line of metrics
+        evenness: str,  # name of their uniformity in the line
+        dimensions: str,  # name of the number of dimensions that they use
+        size: int,  # values whose mean is compared
     ) -> Iterator[tuple[str, float, float, str]]:
-        """Embeddings near one point, or in few dimensions of those that they had.
-
-        Args:
-            whose: the embeddings, in words.
-            task: task of these.
-            line: line of metrics.
-            evenness: name of their uniformity in the line.
-            dimensions: name of the number of dimensions that they use.
-            size: values whose mean is compared.
-        """
+        """Embeddings near one point, or in few dimensions of those that they had."""
         objective, section = self._objectives[task], f"auxiliary_tasks.{task}." if task else ""
         if not objective.embeds:
             return

@@ -9,18 +9,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from declutr.common.config import Strict
 
-STSB = "stsb_spearman"
-"""The score that `validation.stsb` adds."""
-SICKR = "sickr_spearman"
-"""The score that `validation.sickr` adds."""
+STSB = "stsb_spearman"  # the score that `validation.stsb` adds
+SICKR = "sickr_spearman"  # the score that `validation.sickr` adds
 
 
 def _read(value: Any) -> Any:
-    """A number of steps as an integer, a share as a float below 1.
-
-    Raises:
-        ValueError: it is neither, or 1.0, which could be both.
-    """
+    """A number of steps as an integer, a share as a float below 1."""
     if isinstance(value, str):  # YAML reads 1e-3 as a text
         with contextlib.suppress(ValueError):
             value = int(value) if value.isdigit() else float(value)

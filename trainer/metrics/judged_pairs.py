@@ -13,40 +13,25 @@ from declutr.trainer.metrics.config import SICKR, STSB
 
 @dataclass(frozen=True)
 class PairsFile:
-    """A file of judged pairs, one a line, in columns separated by tabs; some lines have notes behind them.
+    """A file of judged pairs, one a line, in columns separated by tabs; some lines have notes behind them."""
 
-    Attributes:
-        name: file name.
-        source: name of the data set.
-        score: column of the judgement, from 0.
-        first: column of the first text; the second text follows.
-        least: least judgement; the largest is 5.
-        headed: true if the first line has the names of the columns.
-    """
-
-    name: str
-    source: str
-    score: int
-    first: int
-    least: int
-    headed: bool = False
+    name: str  # file name
+    source: str  # name of the data set
+    score: int  # column of the judgement, from 0
+    first: int  # column of the first text; the second text follows
+    least: int  # least judgement; the largest is 5
+    headed: bool = False  # true if the first line has the names of the columns
 
 
 FILES = {
     STSB: PairsFile("sts-dev.csv", "STS-B", score=4, first=5, least=0),
     SICKR: PairsFile("SICK_trial.txt", "SICK", score=3, first=1, least=1, headed=True),
-}
-"""Development sets by the score that they add."""
-STSB_TEST = replace(FILES[STSB], name="sts-test.csv")
-"""STS-B's test set."""
+}  # development sets by the score that they add
+STSB_TEST = replace(FILES[STSB], name="sts-test.csv")  # STS-B's test set
 
 
 def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float, str, str]]:
-    """Judgement and texts of each pair of a file, by default STS-B's development set.
-
-    Raises:
-        DataError: the file is missing or damaged; the message names it and the line.
-    """
+    """Judgement and texts of each pair of a file, by default STS-B's development set."""
     path, columns = folder / file.name, slice(file.first, file.first + 2)
     num_columns = max(file.score + 1, file.first + 2)
     try:
@@ -75,14 +60,10 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
 
 
 def judged_cosines(
-    first: NDArray[np.float64], second: NDArray[np.float64], judgements: Sequence[float]
+    first: NDArray[np.float64],  # `(N, H)` embeddings of the first texts
+    second: NDArray[np.float64],  # `(N, H)` embeddings of the second texts
+    judgements: Sequence[float],  # N numbers
 ) -> NDArray[np.float64]:
-    """`(N, 2)` cosine and judgement of each pair, whose Spearman correlation is the score; 0 with a null vector.
-
-    Args:
-        first: `(N, H)` embeddings of the first texts.
-        second: `(N, H)` embeddings of the second texts.
-        judgements: N numbers.
-    """
+    """`(N, 2)` cosine and judgement of each pair, whose Spearman correlation is the score; 0 with a null vector."""
     units = [rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in (first, second)]
     return np.stack([(units[0] * units[1]).sum(axis=1), judgements], axis=1)

@@ -20,8 +20,7 @@ from declutr.common.watcher import Watcher
 from declutr.trainer.metrics.config import WandbConfig
 
 TENSORBOARD = "tensorboard"
-WANDB_ID = "wandb.json"
-"""The file of a run with the id of its W&B run."""
+WANDB_ID = "wandb.json"  # the file of a run with the id of its W&B run
 _NOT_SHOWN = ("kind", "step", "time", "batch_digest")
 _BAR_SECONDS = 0.5
 _MOST_WAITING = 10_000  # lines for a program that hangs, about 10 MiB
@@ -42,19 +41,17 @@ _WANDB_SETTINGS = {
     "x_save_requirements": False,
 }
 
-Log = Callable[[Mapping[str, Any]], None]
-"""Passes a line of metrics to a program; may fail or hang."""
+Log = Callable[[Mapping[str, Any]], None]  # passes a line of metrics to a program; may fail or hang
 
 
 class Logger(threading.Thread):
-    """Passes lines to a program in a thread of its own, so that a program that fails or hangs is left behind.
+    """Passes lines to a program in a thread of its own, so that a program that fails or hangs is left behind."""
 
-    Args:
-        name: name of the program for messages.
-        program: starts it, and ends it behind its block.
-    """
-
-    def __init__(self, name: str, program: Callable[[], AbstractContextManager[Log]]) -> None:
+    def __init__(
+        self,
+        name: str,  # name of the program for messages
+        program: Callable[[], AbstractContextManager[Log]],  # starts it, and ends it behind its block
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._program = program
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
@@ -119,12 +116,7 @@ def tags(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def tensorboard(folder: Path, after_step: int) -> Iterator[Log]:
-    """TensorBoard: a new file of events in a run's folder, which hides steps after `after_step` of earlier files.
-
-    Raises:
-        ImportError: the package is missing.
-        OSError: the file cannot be written, or the folder of the run is gone.
-    """
+    """TensorBoard: a new file of events in a run's folder, which hides steps after `after_step` of earlier files."""
     if absent := missing_extra("tensorboard", "a view of the metrics"):
         raise ImportError(absent)
     from torch.utils.tensorboard import SummaryWriter  # needs the package
@@ -148,13 +140,11 @@ def missing_wandb(mode: str) -> str | None:
     return absent and f"{absent}, or set it to disabled"
 
 
-def run_id(folder: Path, facts: Mapping[str, str]) -> str:
-    """Id of the W&B run of a run: the stored one, so that a moved run keeps it; else a hash of `facts`, then stored.
-
-    Args:
-        folder: folder of the run.
-        facts: what tells this run from any other: its place, host (of a folder), settings and data.
-    """
+def run_id(
+    folder: Path,  # folder of the run
+    facts: Mapping[str, str],  # what tells this run from any other: its place, host (of a folder), settings and data
+) -> str:
+    """Id of the W&B run of a run: the stored one, so that a moved run keeps it; else a hash of `facts`, then stored."""
     path = folder / WANDB_ID
     try:
         return read_record(path, dict[str, str])["id"]
@@ -168,20 +158,15 @@ def run_id(folder: Path, facts: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], settings: dict[str, Any]) -> Iterator[Log]:
+def wandb_run(
+    config: WandbConfig,  # settings of W&B
+    folder: Path,  # folder of the run
+    facts: Mapping[str, str],  # as for `run_id`
+    settings: dict[str, Any],  # settings of the run, which W&B shows
+) -> Iterator[Log]:
     """Weights & Biases: a run in its folder `wandb` in the folder of the run, and at the server in mode online.
 
     The package has a process of its own, because it hooks `sys.exit` and delays the end of its process.
-
-    Args:
-        config: settings of W&B.
-        folder: folder of the run.
-        facts: as for `run_id`.
-        settings: settings of the run, which W&B shows.
-
-    Raises:
-        ImportError: the package is missing.
-        OSError: the package has failed, or its server does not answer.
     """
     if problem := missing_wandb(config.mode):
         raise ImportError(problem)
@@ -247,18 +232,15 @@ def pass_on() -> None:
 
 
 class ProgressBar(Watcher):
-    """Shows step, losses (`terms`), speed, padding, data-wait and ETA while its block runs.
-
-    Args:
-        newest: returns the newest step's line of metrics; None before the first.
-        steps: optimizer steps of the whole run.
-        terms: names of the loss terms.
-        rows: short noun for rows of the shards.
-        done: steps of earlier starts.
-    """
+    """Shows step, losses (`terms`), speed, padding, data-wait and ETA while its block runs."""
 
     def __init__(
-        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str, done: int
+        self,
+        newest: Callable[[], dict[str, Any] | None],  # returns the newest step's line of metrics; None before the first
+        steps: int,  # optimizer steps of the whole run
+        terms: Sequence[str],  # names of the loss terms
+        rows: str,  # short noun for rows of the shards
+        done: int,  # steps of earlier starts
     ) -> None:
         super().__init__(_BAR_SECONDS, "declutr-progress")
         self.newest = newest

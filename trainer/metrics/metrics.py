@@ -19,8 +19,7 @@ from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.loggers import Log, Logger, tensorboard
 
 METRICS = "metrics.jsonl"
-TEXTS = ("kind", "alarm", "text")
-"""Names of the values of a line that are texts; all others are numbers or None."""
+TEXTS = ("kind", "alarm", "text")  # names of the values of a line that are texts; all others are numbers or None
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
@@ -70,11 +69,7 @@ class AppendLog:
             self._pieces += piece
 
     def flush(self, to_disk: bool = False) -> None:
-        """Writes the records that were added, and with `to_disk` forces them to disk.
-
-        Raises:
-            OSError: the storage failed; nothing is lost, and the next flush tries again.
-        """
+        """Writes the records that were added, and with `to_disk` forces them to disk."""
         with self._flushing:
             with self._adding:
                 new = bytes(self._pieces[self._written - self._durable :])
@@ -100,22 +95,17 @@ class AppendLog:
 
 
 class MetricsWriter:
-    """Appends each step's metrics to `metrics.jsonl` and to loggers in threads, because a storage may fail or hang.
-
-    Args:
-        folder: folder of the run.
-        after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
-        alarms: watch the run's own lines, from the first, and are logged and written; None: nothing watches.
-        loggers: programs by their name, besides TensorBoard. Their failure does not end the run.
-        validates_again: true if the weights after `after_step` are scored anew, or no longer: earlier scores go.
-    """
+    """Appends each step's metrics to `metrics.jsonl` and to loggers in threads, because a storage may fail or hang."""
 
     def __init__(
         self,
-        folder: Path,
-        after_step: int,
+        folder: Path,  # folder of the run
+        after_step: int,  # last step of the checkpoint; lines of later steps are deleted, because they are repeated
+        # watch the run's own lines, from the first, and are logged and written; None: nothing watches.
         alarms: Alarms | None = None,
+        # programs by their name, besides TensorBoard. Their failure does not end the run.
         loggers: Mapping[str, Callable[[], AbstractContextManager[Log]]] | None = None,
+        # true if the weights after `after_step` are scored anew, or no longer: earlier scores go.
         validates_again: bool = False,
     ) -> None:
         lines, damaged = _read_lines(folder / METRICS)
@@ -140,14 +130,13 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes a line of metrics, and the alarms that it gives rise to; returns the line.
-
-        Args:
-            kind: `step`, `validation` (held-out scores of the weights after a step), or `start` (of a group).
-            step: the step.
-            values: numbers by name.
-        """
+    def add(
+        self,
+        kind: str,  # `step`, `validation` (held-out scores of the weights after a step), or `start` (of a group)
+        step: int,  # the step
+        values: Mapping[str, Any],  # numbers by name
+    ) -> dict[str, Any]:
+        """Writes a line of metrics, and the alarms that it gives rise to; returns the line."""
         line = self._add({"kind": kind, "step": step, **values})
         for alarm in self._alarms.add(line) if self._alarms else ():
             get_logger().warning("%s", alarm["text"])
@@ -155,11 +144,7 @@ class MetricsWriter:
         return line
 
     def flush(self) -> None:
-        """Writes all lines to the disk before it returns.
-
-        Raises:
-            OSError: the storage failed; all lines are kept in memory.
-        """
+        """Writes all lines to the disk before it returns."""
         self._lines.flush(to_disk=True)
 
     def close(self) -> None:
@@ -203,11 +188,7 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads a run's metrics. Damaged lines are skipped and logged; a last line without its end is skipped silently.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Reads a run's metrics. Damaged lines are skipped and logged; a last line without its end is skipped silently."""
     lines, damaged = _read_lines(folder / METRICS)
     if damaged:
         get_logger().warning("%s: skipping damaged lines", _places(folder / METRICS, damaged))

@@ -20,25 +20,15 @@ from declutr.trainer.parallel.communicator import Communicator
 
 @dataclass(frozen=True)
 class StsValidator:
-    """Scores an encoder on judged pairs, shared among the workers.
+    """Scores an encoder on judged pairs, shared among the workers."""
 
-    Attributes:
-        ids: `2N` lists of token ids with specials: the first texts of all pairs, then the second ones.
-        gold: N judgements.
-        layers: layers behind the pooling that are exported.
-        comm: the workers.
-        device: device of the encoder.
-        sizes: smaller sizes of the embedding to score too.
-        score: name of the score.
-    """
-
-    ids: list[list[int]]
-    gold: list[float]
-    layers: Sequence[Dense]
-    comm: Communicator
-    device: torch.device
-    sizes: tuple[int, ...] = ()
-    score: str = STSB
+    ids: list[list[int]]  # `2N` lists of token ids with specials: the first texts of all pairs, then the second ones
+    gold: list[float]  # N judgements
+    layers: Sequence[Dense]  # layers behind the pooling that are exported
+    comm: Communicator  # the workers
+    device: torch.device  # device of the encoder
+    sizes: tuple[int, ...] = ()  # smaller sizes of the embedding to score too
+    score: str = STSB  # name of the score
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """Spearman correlation in percent, 0 if all cosines are equal; None if embeddings are not finite."""

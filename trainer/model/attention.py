@@ -44,14 +44,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Kernels(NamedTuple):
-    """Kernels of a GPU, each of which computes the attention of all spans in one call.
+    """Kernels of a GPU, each of which computes the attention of all spans in one call."""
 
-    Attributes:
-        attend: the function below, or that of trainer/model/span_attention.py.
-        attend_dropout: the latter, which also drops weights; None: groups do.
-    """
-
+    # the function below, or that of trainer/model/span_attention.py.
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+    # the latter, which also drops weights; None: groups do.
     attend_dropout: (
         Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, int | None, WeightDropout], Tensor] | None
     ) = None
@@ -59,22 +56,14 @@ class Kernels(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionLayout:
-    """Positions of spans in a packed row, and inputs of attention, which are computed at first use.
+    """Positions of spans in a packed row, and inputs of attention, which are computed at first use."""
 
-    Attributes:
-        lengths: `(S,)` number of tokens of each span in packed order, on the CPU.
-        device: device of the row.
-        token_keys: `(T,)` keys of the tokens, for attention dropout; None without dropout.
-        rates: `(T,)` rates of attention dropout; None: every layer has its own rate.
-        kernels: compute attention in half precision; None: groups do.
-        bounds: `(S + 1,)` int32 start positions of the spans, and the end of the last, on the device; for the kernels.
-    """
-
-    lengths: Tensor
-    device: torch.device
-    token_keys: Tensor | None
-    rates: TokenRates | None
-    kernels: Kernels | None
+    lengths: Tensor  # `(S,)` number of tokens of each span in packed order, on the CPU
+    device: torch.device  # device of the row
+    token_keys: Tensor | None  # `(T,)` keys of the tokens, for attention dropout; None without dropout
+    rates: TokenRates | None  # `(T,)` rates of attention dropout; None: every layer has its own rate
+    kernels: Kernels | None  # compute attention in half precision; None: groups do
+    # `(S + 1,)` int32 start positions of the spans, and the end of the last, on the device; for the kernels.
     bounds: Tensor
 
     def __post_init__(self) -> None:
@@ -244,13 +233,11 @@ def attend(
     return output
 
 
-def kernel_problem(capability: tuple[int, int], head_size: int) -> str | None:
-    """The reason why the kernel cannot run, or None.
-
-    Args:
-        capability: compute capability of the GPU.
-        head_size: size of an attention head.
-    """
+def kernel_problem(
+    capability: tuple[int, int],  # compute capability of the GPU
+    head_size: int,  # size of an attention head
+) -> str | None:
+    """The reason why the kernel cannot run, or None."""
     if capability < _LEAST_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernel needs 8.0"
     if head_size % _HEAD_SIZE_UNIT or head_size > _MOST_HEAD_SIZE:
@@ -258,15 +245,13 @@ def kernel_problem(capability: tuple[int, int], head_size: int) -> str | None:
     return None
 
 
-def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool, own: bool = False) -> Kernels | None:
-    """The kernels for an encoder's attention on a device; a line in the log says which a GPU cannot use.
-
-    Args:
-        model: the encoder.
-        device: its device.
-        drops: attention weights are dropped.
-        own: take this project's kernel without dropout too (`scaling.span_kernels`).
-    """
+def fitting_kernels(
+    model: torch.nn.Module,  # the encoder
+    device: torch.device,  # its device
+    drops: bool,  # attention weights are dropped
+    own: bool = False,  # take this project's kernel without dropout too (`scaling.span_kernels`)
+) -> Kernels | None:
+    """The kernels for an encoder's attention on a device; a line in the log says which a GPU cannot use."""
     if device.type != "cuda":
         return None
     config: Any = model.config

@@ -27,8 +27,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.ReLU": nn.ReLU,
     "torch.nn.modules.activation.GELU": nn.GELU,
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
-}
-"""Activations of dense layers, by the names that files have."""
+}  # activations of dense layers, by the names that files have
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 """Errors that the libraries raise for files that are damaged, cut short, or of another model."""
 _MOST_FEATURES = 2**31
@@ -98,14 +97,13 @@ def kind_of(name: str) -> str:
     return name.rpartition(".")[2] if package == "sentence_transformers" else name
 
 
-def unread(where: str, settings: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]]) -> None:
-    """Names the settings of a file that change nothing here.
-
-    Args:
-        where: the file.
-        settings: its content.
-        neutral: keys that are read, without values; others with the values at which they make no difference.
-    """
+def unread(
+    where: str,  # the file
+    settings: Mapping[str, Any],  # its content
+    # keys that are read, without values; others with the values at which they make no difference.
+    neutral: Mapping[str, Sequence[Any]],
+) -> None:
+    """Names the settings of a file that change nothing here."""
     keys = [
         key for key, value in settings.items() if key not in neutral or (neutral[key] and value not in neutral[key])
     ]
@@ -120,22 +118,15 @@ def _warn_of_keys(where: str, keys: str) -> None:
 
 @dataclass(frozen=True)
 class ModuleFiles:
-    """The modules that the files of a sentence-transformers folder, or of a name at the hub, describe.
+    """The modules that the files of a sentence-transformers folder, or of a name at the hub, describe."""
 
-    Attributes:
-        find: path of one of the files by its name; None if there is none.
-    """
-
-    find: Callable[[str], Path | None]
+    find: Callable[[str], Path | None]  # path of one of the files by its name; None if there is none
 
     def modules(self) -> list[tuple[str, str]] | None:
         """Kind and folder of each module of modules.json, in order; None without that file.
 
         A kind is the class's name in sentence-transformers, or the whole name of a class of another package: code that
         comes with a model may have any name.
-
-        Raises:
-            DamagedError: it is not JSON of that form, or names a folder outside.
         """
         entries = self.settings("modules.json", list[dict[str, Any]])
         if entries is None:
@@ -146,21 +137,12 @@ class ModuleFiles:
         return modules
 
     def settings(self, name: str, kind: Any = dict[str, Any]) -> Any:
-        """Content of a small JSON file; None if it does not exist.
-
-        Raises:
-            DamagedError: the file is not JSON of that kind.
-        """
+        """Content of a small JSON file; None if it does not exist."""
         path = self.find(name)
         return None if path is None else read_record(path, kind)
 
     def dense(self, folder: str) -> Dense:
-        """Load the dense layer of a module's folder.
-
-        Raises:
-            EncoderError: the layer is of a kind that is not supported.
-            DamagedError: a file is missing, or not what the settings describe.
-        """
+        """Load the dense layer of a module's folder."""
         settings = self.settings(f"{folder}/config.json")
         path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
         if settings is None or path is None:
@@ -201,11 +183,7 @@ class ModuleFiles:
         return Dense(layer.requires_grad_(), ACTIVATIONS[activation]())
 
     def steps(self, modules: Iterable[tuple[str, str]]) -> list[Step]:
-        """The dense layers and normalisations of modules; other kinds are passed over.
-
-        Raises:
-            DamagedError: see `dense`.
-        """
+        """The dense layers and normalisations of modules; other kinds are passed over."""
         loaders: dict[str, Callable[[str], Step]] = {"Dense": self.dense, "Normalize": lambda _: Normalize()}
         return [loaders[kind](folder) for kind, folder in modules if kind in loaders]
 
@@ -227,10 +205,6 @@ def read_behind(pretrained: str | None) -> list[Step]:
     """The dense layers of a pretrained encoder, and normalisations before the last of them; trained with it.
 
     A normalisation at the end is left out, because cosines do not change by it.
-
-    Raises:
-        DamagedError: a dense layer is damaged.
-        EncoderError: a dense layer is of a kind that is not supported.
     """
     if pretrained is None:
         return []
@@ -242,11 +216,7 @@ def read_behind(pretrained: str | None) -> list[Step]:
 
 
 def read_prompts(pretrained: str | None) -> dict[str, str]:
-    """The prompts that a pretrained encoder declares, by name; none for one from scratch.
-
-    Raises:
-        DamagedError: their file is damaged.
-    """
+    """The prompts that a pretrained encoder declares, by name; none for one from scratch."""
     settings = _pretrained_files(pretrained).settings("config_sentence_transformers.json") if pretrained else None
     prompts = (settings or {}).get("prompts") or {}
     if not isinstance(prompts, dict):
@@ -258,13 +228,11 @@ _TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")
 _MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
 
 
-def left_out(pretrained: str | None, pooling: str) -> str | None:
-    """A message about modules of a sentence-transformers folder that the run does not use, or None.
-
-    Args:
-        pretrained: name or folder of the encoder; None for training from scratch.
-        pooling: pooling of the run.
-    """
+def left_out(
+    pretrained: str | None,  # name or folder of the encoder; None for training from scratch
+    pooling: str,  # pooling of the run
+) -> str | None:
+    """A message about modules of a sentence-transformers folder that the run does not use, or None."""
     if pretrained is None:
         return None
     files = _pretrained_files(pretrained)

@@ -14,26 +14,18 @@ from declutr.common.errors import DamagedError
 from declutr.common.storage import read_json
 
 MIB = 2**20
-MAX_SETTINGS_MIB = 8
-"""Largest JSON file of settings."""
-MAX_TOKENIZER_MIB = 128
-"""Largest file of a tokenizer."""
-MAX_FILES = 1_000
-"""Largest number of files of a model, in its folder and the folders in it."""
-MAX_VALUES = 200_000
-"""Largest number of values in `config.json`."""
-MAX_NUMBER = 10_000_000
-"""Largest whole number in `config.json`: sizes, positions, token ids."""
+MAX_SETTINGS_MIB = 8  # largest JSON file of settings
+MAX_TOKENIZER_MIB = 128  # largest file of a tokenizer
+MAX_FILES = 1_000  # largest number of files of a model, in its folder and the folders in it
+MAX_VALUES = 200_000  # largest number of values in `config.json`
+MAX_NUMBER = 10_000_000  # largest whole number in `config.json`: sizes, positions, token ids
 MAX_OF = {"layers": 1_000, "heads": 1_024, "labels": 100_000, "groups": 1_000}
 """Largest number under a key with this word."""
-MAX_EXTRA_NUMBERS = 2**26
-"""Most weights that a model may have in addition to one for each byte of its files."""
+MAX_EXTRA_NUMBERS = 2**26  # most weights that a model may have in addition to one for each byte of its files
 MAX_LONGER = 256
 """Largest factor by which a tokenizer's normalizer may lengthen a text, and most values of its post-processor."""
-MAX_PATTERN_CHARACTERS = 2_000
-"""Longest regular expression of a tokenizer."""
-MAX_REPEATS = 4
-"""Most repeats in one alternative of a regular expression."""
+MAX_PATTERN_CHARACTERS = 2_000  # longest regular expression of a tokenizer
+MAX_REPEATS = 4  # most repeats in one alternative of a regular expression
 MAX_LONG_REPEATS = 2
 """Most of them that are without a bound, or of 10 or more: the time grows with this power of the length of a text."""
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "spm.model", "spiece.model")
@@ -48,11 +40,7 @@ _REPEAT = re.compile(r"[*+?{]")
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that the files of a model's folder, and of the folders in it, are files of sizes that are read at once.
-
-    Raises:
-        DamagedError: one is a pipe, a device or too large, or there are too many.
-    """
+    """Checks that the files of a model's folder, and of the folders in it, are files of sizes that are read at once."""
     number = 0
     for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):
         for path in place.iterdir():
@@ -71,11 +59,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_config(values: Mapping[str, Any]) -> None:
-    """Checks the numbers of a `config.json` before a model of these sizes is built.
-
-    Raises:
-        DamagedError: a number is not finite or out of its bounds, or the config names code of another place.
-    """
+    """Checks the numbers of a `config.json` before a model of these sizes is built."""
     for number, (key, value) in enumerate(_leaves(values)):
         if number >= MAX_VALUES:
             raise DamagedError(f"config.json holds more than {MAX_VALUES:,} values")
@@ -97,18 +81,14 @@ def check_config(values: Mapping[str, Any]) -> None:
             raise DamagedError(f"config.json: {key} = {value} must be at least 1")
 
 
-def check_code(file: str, values: Mapping[str, Any], remedy: str) -> None:
+def check_code(
+    file: str,  # config.json or tokenizer_config.json
+    values: Mapping[str, Any],  # its content
+    remedy: str,  # what to write to run the code
+) -> None:
     """Refuses files that name Python code of their own, where the user has not said that it may run.
 
     transformers computes a class of the library instead, without a word, if it has one of that type.
-
-    Args:
-        file: config.json or tokenizer_config.json.
-        values: its content.
-        remedy: what to write to run the code.
-
-    Raises:
-        DamagedError: `auto_map` names code.
     """
     if values.get("auto_map"):
         raise DamagedError(f"{file} names Python code of its own (auto_map), which is not run; to trust it, {remedy}")
@@ -127,11 +107,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_size(num_weights: int, num_bytes: int) -> None:
-    """Compares the weights that a config asks for with the bytes of the files that hold them.
-
-    Raises:
-        DamagedError: the files cannot hold most of the weights.
-    """
+    """Compares the weights that a config asks for with the bytes of the files that hold them."""
     if num_weights > num_bytes + MAX_EXTRA_NUMBERS:
         raise DamagedError(
             f"config.json describes {num_weights:,} weights, and its files of weights have {num_bytes:,} bytes; they "
@@ -140,13 +116,7 @@ def check_size(num_weights: int, num_bytes: int) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Checks `tokenizer.json` and `tokenizer_config.json` of a folder, if it has them.
-
-    Raises:
-        DamagedError: a token has an id far beyond the number of tokens, or a regular expression may take exponential
-            time.
-        ValueError: a file is not JSON.
-    """
+    """Checks `tokenizer.json` and `tokenizer_config.json` of a folder, if it has them."""
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     contents = [read_json(path) if path.is_file() else {} for path in files]
     engine, settings = (value if isinstance(value, dict) else {} for value in contents)
@@ -167,12 +137,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_steps(engine: Mapping[str, Any]) -> None:
-    """Checks the steps of a tokenizer before and behind its model, from `tokenizer.json`.
-
-    Raises:
-        DamagedError: a regular expression may take time exponential in the length of a text, or a text may become many
-            times as long.
-    """
+    """Checks the steps of a tokenizer before and behind its model, from `tokenizer.json`."""
     factor = 1
     if sum(1 for _ in _leaves(engine.get("post_processor"))) > MAX_LONGER:
         raise DamagedError(f"tokenizer.json: its post_processor has more than {MAX_LONGER} values")

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from declutr.common import seeding
 from declutr.trainer.data.packedbatch import TokenRates, drops, limit
 
-NEVER = 2.0**-60
-"""Probability of a layer that drops nothing but exists, because some batches have rates for it."""
+NEVER = 2.0**-60  # probability of a layer that drops nothing but exists, because some batches have rates for it
 _WEIGHTS = 2**26  # largest number of weights that exist at a time on a GPU, 256 MiB in float32
 
 
@@ -71,11 +70,7 @@ class KeyedDropout(nn.Module):
         self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Drops elements of hidden states `(..., H)`, whose leading shape is the keys', or of attention weights.
-
-        Raises:
-            RuntimeError: the batch has no `SpanBatch.keys`, which training needs.
-        """
+        """Drops elements of hidden states `(..., H)`, whose leading shape is the keys', or of attention weights."""
         if not self.training or (self.p == 0 and self.keys.hidden is None):
             return hidden
         keys, rates = self.keys.tokens, self.keys.hidden
@@ -110,19 +105,12 @@ _TABLES: dict[tuple[int, torch.device], Tensor] = {}
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of the attention weights of spans, by (query token, head, key position).
+    """Dropout of the attention weights of spans, by (query token, head, key position)."""
 
-    Attributes:
-        layer: number of the attention layer, a scalar tensor on the CPU.
-        p: probability.
-        keys: int32 keys of the query tokens, `(spans, longest)` or packed `(T,)`.
-        rates: rates of the query tokens, instead of `p`.
-    """
-
-    layer: Tensor
-    p: float
-    keys: Tensor
-    rates: TokenRates | None = None
+    layer: Tensor  # number of the attention layer, a scalar tensor on the CPU
+    p: float  # probability
+    keys: Tensor  # int32 keys of the query tokens, `(spans, longest)` or packed `(T,)`
+    rates: TokenRates | None = None  # rates of the query tokens, instead of `p`
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> "WeightDropout":
         """The dropout of the same tokens in another shape."""
@@ -150,14 +138,12 @@ def attention_words(layer: Tensor, heads: int, longest: int, device: torch.devic
     return table[:heads, :longest]
 
 
-def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
-    """Replaces every dropout layer of a model by a keyed one, numbered in the model's order.
-
-    Args:
-        model: changed in place.
-        keys: keys of the model's tokens.
-        width: largest number of features of its hidden states.
-    """
+def key_dropout(
+    model: nn.Module,  # changed in place
+    keys: DropoutKeys,  # keys of the model's tokens
+    width: int,  # largest number of features of its hidden states
+) -> None:
+    """Replaces every dropout layer of a model by a keyed one, numbered in the model's order."""
     # A list: replaced while it is read.
     children = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     layers = [(parent, name, child) for parent, name, child in children if isinstance(child, nn.Dropout)]
@@ -166,27 +152,17 @@ def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
 
 
 def padded_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    module: torch.nn.Module,  # the attention layer, of a model that `prepare_modules` has prepared
+    query: Tensor,  # `(S, heads, longest, head_dim)`
+    key: Tensor,  # keys; it may have fewer heads
+    value: Tensor,  # values of the same shape as the keys
+    # boolean, True where a key may be attended to, or numbers that are added to the scores.
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    scaling: float | None = None,  # factor of the scores; None means 1 / sqrt(head_dim)
+    dropout: float = 0.0,  # probability of dropping an attention weight
+    **kwargs: Any,  # arguments of torch's attention
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention over padded spans in transformers' interface, with dropout keyed by token.
-
-    Args:
-        module: the attention layer, of a model that `prepare_modules` has prepared.
-        query: `(S, heads, longest, head_dim)`.
-        key: keys; it may have fewer heads.
-        value: values of the same shape as the keys.
-        attention_mask: boolean, True where a key may be attended to, or numbers that are added to the scores.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        dropout: probability of dropping an attention weight.
-        kwargs: arguments of torch's attention.
-    """
+    """Computes attention over padded spans in transformers' interface, with dropout keyed by token."""
     batch = module.declutr_keys
     assert isinstance(batch, DropoutKeys)
     if drop := weight_dropout(module, dropout, batch.tokens, batch.attention):
@@ -204,19 +180,12 @@ def padded_attention(
 
 
 def weight_dropout(
-    module: torch.nn.Module, dropout: float, keys: Tensor | None, rates: TokenRates | None
+    module: torch.nn.Module,  # the attention layer, of a model that `prepare_modules` has prepared
+    dropout: float,  # the layer's own probability, which may be 0 where the batch has rates
+    keys: Tensor | None,  # keys of the query tokens
+    rates: TokenRates | None,  # rates of the query tokens, instead of the layer's own
 ) -> WeightDropout | None:
-    """The dropout of an attention layer's weights; None if none is dropped.
-
-    Args:
-        module: the attention layer, of a model that `prepare_modules` has prepared.
-        dropout: the layer's own probability, which may be 0 where the batch has rates.
-        keys: keys of the query tokens.
-        rates: rates of the query tokens, instead of the layer's own.
-
-    Raises:
-        RuntimeError: the batch has no `SpanBatch.keys`, which training needs.
-    """
+    """The dropout of an attention layer's weights; None if none is dropped."""
     drops = dropout > NEVER if rates is None else module.training and rates.any
     if not drops:
         return None
@@ -243,18 +212,14 @@ def attend_with_dropout(
 
 
 def attend_in_parts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, drop: WeightDropout
+    query: Tensor,  # `(spans, heads, longest, head_dim)`
+    key: Tensor,  # keys of the same shape
+    value: Tensor,  # values of the same shape
+    mask: Tensor | None,  # boolean or numbers, which broadcast to the weights; None: every key may be attended to
+    scaling: float | None,  # factor of the scores; None means 1 / sqrt(head_dim)
+    drop: WeightDropout,  # dropout of the weights, with keys `(spans, longest)`
 ) -> Tensor:
-    """As `attend_with_dropout`, some spans at a time; the backward computes the weights of each part again.
-
-    Args:
-        query: `(spans, heads, longest, head_dim)`.
-        key: keys of the same shape.
-        value: values of the same shape.
-        mask: boolean or numbers, which broadcast to the weights; None: every key may be attended to.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        drop: dropout of the weights, with keys `(spans, longest)`.
-    """
+    """As `attend_with_dropout`, some spans at a time; the backward computes the weights of each part again."""
     spans, heads, longest = query.shape[:3]
     size = max(1, _WEIGHTS // max(1, heads * longest * longest))  # a span above the limit is a part of its own
     parts = []

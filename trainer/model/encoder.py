@@ -58,23 +58,15 @@ _GPU_LOGITS = 2**28  # on a GPU, where a second computation costs more than memo
 
 
 class Encoder(nn.Module):
-    """A masked language model with pooling and projection, over batches of spans.
-
-    Args:
-        config: settings of pooling, projection and layout.
-        model: the masked language model.
-        seed: the run's seed, for the projection's weights.
-        load_report: weights that only the model or only its files have.
-        behind: steps between pooling and projection, which belong to the exported encoder.
-    """
+    """A masked language model with pooling and projection, over batches of spans."""
 
     def __init__(
         self,
-        config: EncoderConfig,
-        model: "PreTrainedModel",
-        seed: int,
-        load_report: LoadReport | None = None,
-        behind: Sequence[Step] = (),
+        config: EncoderConfig,  # settings of pooling, projection and layout
+        model: "PreTrainedModel",  # the masked language model
+        seed: int,  # the run's seed, for the projection's weights
+        load_report: LoadReport | None = None,  # weights that only the model or only its files have
+        behind: Sequence[Step] = (),  # steps between pooling and projection, which belong to the exported encoder
     ) -> None:
         super().__init__()
         self.model = model
@@ -117,13 +109,12 @@ class Encoder(nn.Module):
         with silence():  # transformers warns that families without its attention interface keep their attention
             self.model.set_attn_implementation(PACKED if config.layout == "packed" else (PADDED if fused else "eager"))
 
-    def hidden(self, batch: AnyBatch, frontend: Frontend | None = None) -> Tensor:
-        """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order.
-
-        Args:
-            batch: spans, or clips of patches.
-            frontend: computes the hidden states of patches, which the encoder's layers then read.
-        """
+    def hidden(
+        self,
+        batch: AnyBatch,  # spans, or clips of patches
+        frontend: Frontend | None = None,  # computes the hidden states of patches, which the encoder's layers then read
+    ) -> Tensor:
+        """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
         if batch.num_tokens == 0:  # a rank without documents
             empty: Tensor = next(self.model.parameters()).new_zeros(0, self.hidden_size)
             return empty
@@ -165,13 +156,12 @@ class Encoder(nn.Module):
         self.keys.hidden = None if table.hidden is None else table.hidden.rearranged(arrange)
         self.keys.attention = None if table.attention is None else table.attention.rearranged(arrange)
 
-    def kernels(self, device: torch.device, drops: bool) -> Kernels | None:
-        """The attention kernels on a device; None: groups of spans of similar length attend together.
-
-        Args:
-            device: device of the batches.
-            drops: attention weights are dropped.
-        """
+    def kernels(
+        self,
+        device: torch.device,  # device of the batches
+        drops: bool,  # attention weights are dropped
+    ) -> Kernels | None:
+        """The attention kernels on a device; None: groups of spans of similar length attend together."""
         if (device, drops) not in self._kernels:
             self._kernels[device, drops] = fitting_kernels(self.model, device, drops, self.span_kernels)
         return self._kernels[device, drops]
@@ -270,11 +260,7 @@ def drops_attention(hf: Any) -> bool:
 
 
 def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
-    """The part of the model that maps `(K, H)` hidden states to `(K, vocabulary)` logits.
-
-    Raises:
-        ValueError: the head of this encoder family is unknown.
-    """
+    """The part of the model that maps `(K, H)` hidden states to `(K, vocabulary)` logits."""
     for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
         if hasattr(model, name):
             head: Callable[[Tensor], Tensor] = getattr(model, name)

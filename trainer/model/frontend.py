@@ -26,27 +26,19 @@ _STD = 0.02  # of new weights, as in ViT
 
 
 class Frontend(nn.Module):
-    """Hidden states of patches x: E x + b + p_place; of CLS: c + p_0 (ViT, Dosovitskiy et al. 2021, eq. 1).
-
-    Args:
-        config: settings.
-        patch_values: F.
-        num_places: largest number of patches of a clip.
-        width: W.
-        seed: the run's seed, for new weights.
-        normal: mean and standard deviation of values, unless the settings have others.
-    """
+    """Hidden states of patches x: E x + b + p_place; of CLS: c + p_0 (ViT, Dosovitskiy et al. 2021, eq. 1)."""
 
     mean: Tensor | float
     std: Tensor | float
 
     def __init__(
         self,
-        config: FrontendConfig,
-        patch_values: int,
-        num_places: int,
-        width: int,
-        seed: int,
+        config: FrontendConfig,  # settings
+        patch_values: int,  # F
+        num_places: int,  # largest number of patches of a clip
+        width: int,  # W
+        seed: int,  # the run's seed, for new weights
+        # mean and standard deviation of values, unless the settings have others.
         normal: tuple[float, float] = (0.0, 1.0),
     ) -> None:
         super().__init__()
@@ -76,13 +68,7 @@ class Frontend(nn.Module):
 
 
 def load_vit(frontend: Frontend) -> None:
-    """Copies the embeddings of the ViT that the settings name.
-
-    Raises:
-        DamagedError: its files ask for more than a model may have.
-        EncoderError: the model is no ViT, lacks these weights, or has another width, patch or size.
-        OSError: its files cannot be read.
-    """
+    """Copies the embeddings of the ViT that the settings name."""
     from transformers import AutoConfig, PretrainedConfig, ViTModel
 
     config, setting = frontend.config, f"frontend.pretrained = {frontend.config.pretrained}"
@@ -143,11 +129,7 @@ class EmbeddingSwitch:
 
     @contextmanager
     def reading(self, states: Tensor) -> Iterator[None]:
-        """Makes the encoder read `states` while the block runs.
-
-        Raises:
-            EncoderError: the encoder did not read them.
-        """
+        """Makes the encoder read `states` while the block runs."""
         self._states = states
         try:
             yield

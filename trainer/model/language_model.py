@@ -54,8 +54,7 @@ _HARMLESS = (
     "discriminator_predictions.",
 )
 _NAMED = 6  # names in one message; further ones are counted
-_COMPILERS = ("gcc", "clang")
-"""Names under which Triton looks for a compiler of its launchers; `cc` is not among them."""
+_COMPILERS = ("gcc", "clang")  # names under which Triton looks for a compiler of its launchers; `cc` is not among them
 _GRAPHS = 32
 """Most graphs that torch makes before the rest runs without: kinds of layers, with and without gradients, share it."""
 _LOGIT_UNIT = 64
@@ -81,26 +80,20 @@ def silence() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Weights that were not loaded; none for an encoder from scratch.
+    """Weights that were not loaded; none for an encoder from scratch."""
 
-    Attributes:
-        encoder: weights of the encoder that are missing in the files or have another shape; their values are random.
-        head: weights of the MLM head for which the same holds.
-        unused: weights in the files that the model does not have, without those known to be harmless.
-    """
-
+    # weights of the encoder that are missing in the files or have another shape; their values are random.
     encoder: tuple[str, ...] = ()
-    head: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()  # weights of the MLM head for which the same holds
+    # weights in the files that the model does not have, without those known to be harmless.
     unused: tuple[str, ...] = ()
 
     @staticmethod
-    def of(model: Any, info: dict[str, Any]) -> "LoadReport":
-        """Reads transformers' report about a loaded masked language model.
-
-        Args:
-            model: the model.
-            info: `missing_keys`, `mismatched_keys` and `unexpected_keys` of `from_pretrained`.
-        """
+    def of(
+        model: Any,  # the model
+        info: dict[str, Any],  # `missing_keys`, `mismatched_keys` and `unexpected_keys` of `from_pretrained`
+    ) -> "LoadReport":
+        """Reads transformers' report about a loaded masked language model."""
         missing = {name: name for name in info["missing_keys"] if not _harmless(name)}
         for name, stored, model_shape in info["mismatched_keys"]:
             missing[name] = f"{name} (of shape {list(stored)}, not {list(model_shape)})"
@@ -111,13 +104,12 @@ class LoadReport:
             tuple(sorted(name for name in info["unexpected_keys"] if not _harmless(name))),
         )
 
-    def problems(self, pretrained: str | None, needs_head: bool) -> list[str]:
-        """Problems with random weights that should be trained ones, one line each.
-
-        Args:
-            pretrained: name or folder of the encoder.
-            needs_head: True if the MLM head is trained and `encoder.new_mlm_head` is off.
-        """
+    def problems(
+        self,
+        pretrained: str | None,  # name or folder of the encoder
+        needs_head: bool,  # True if the MLM head is trained and `encoder.new_mlm_head` is off
+    ) -> list[str]:
+        """Problems with random weights that should be trained ones, one line each."""
         name = f"encoder.pretrained = {pretrained}"
         problems = []
         if self.encoder:
@@ -141,18 +133,12 @@ class LoadReport:
         return f"encoder.pretrained = {pretrained}: unused weights: {excerpt(self.unused, _NAMED)}"
 
 
-def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
-    """Loads the transformers config of the encoder, without weights.
-
-    Args:
-        config: settings of the encoder.
-        vocabulary_size: number of ids of the tokenizer; used only from scratch.
-        ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used only from scratch.
-
-    Raises:
-        DamagedError: its files ask for more than a model may have.
-        EncoderError: the model is a decoder or another type without a masked language model.
-    """
+def load_hf_config(
+    config: EncoderConfig,  # settings of the encoder
+    vocabulary_size: int,  # number of ids of the tokenizer; used only from scratch
+    ids: dict[str, int | None],  # `pad_token_id`, `bos_token_id`, ... of the tokenizer; used only from scratch.
+) -> Any:
+    """Loads the transformers config of the encoder, without weights."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -187,11 +173,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
 
 
 def load_shapes(config: EncoderConfig, tokenizer: Any) -> "PreTrainedModel":
-    """The model of the encoder without weights, for its shapes; it takes no memory for them.
-
-    Raises:
-        DamagedError, EncoderError: as `load_hf_config`. Transformers' own errors pass.
-    """
+    """The model of the encoder without weights, for its shapes; it takes no memory for them."""
     from transformers import AutoModelForMaskedLM
 
     hf = load_hf_config(config, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
@@ -227,10 +209,6 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
     """Loads the masked language model in float32, and lists weights that it and its files do not share.
 
     Weights missing in the files are drawn from the seed.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        SafetensorError: a file is damaged.
     """
     from transformers import AutoModelForMaskedLM
 
@@ -250,17 +228,12 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
     return model, LoadReport.of(model, info)
 
 
-def vocabulary_of(tokenizer: Any, prompt: str = "", query_prompt: str | None = None) -> Vocabulary:
-    """Reads the ids that the collator needs from a transformers tokenizer.
-
-    Args:
-        tokenizer: of transformers.
-        prompt: text before every span.
-        query_prompt: text before queries; None: `prompt`.
-
-    Raises:
-        ValueError: the tokenizer has no mask token.
-    """
+def vocabulary_of(
+    tokenizer: Any,  # of transformers
+    prompt: str = "",  # text before every span
+    query_prompt: str | None = None,  # text before queries; None: `prompt`
+) -> Vocabulary:
+    """Reads the ids that the collator needs from a transformers tokenizer."""
     if tokenizer.mask_token_id is None:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
     bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
@@ -284,9 +257,6 @@ def frozen_parameters(model: "PreTrainedModel", num_trainable_layers: int | None
 
     Embeddings are among them, also where an MLM head shares them, and everything that all layers share, such as
     relative positions. A normalisation after the last layer is not.
-
-    Raises:
-        EncoderError: the encoder has fewer layers, or its layers share their weights.
     """
     if num_trainable_layers is None:
         return []
@@ -315,15 +285,14 @@ def _layers(model: "PreTrainedModel") -> list[nn.Module]:
     )
 
 
-def compile_layers(body: nn.Module, **options: Any) -> None:
+def compile_layers(
+    body: nn.Module,  # the encoder without its head; changed in place
+    **options: Any,  # of torch.compile
+) -> None:
     """Compiles an encoder's layers one by one, and what is before and after them, each for any lengths.
 
     Layers of one kind share a graph. The backward of a graph completes all gradients of its parameters at its end, so
     that those of a whole encoder could not be sent while it runs (trainer/parallel/reducers.py).
-
-    Args:
-        body: the encoder without its head; changed in place.
-        options: of torch.compile.
     """
     # which Dynamo causes itself, as it looks at the hidden states that a layer gets
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

@@ -27,16 +27,12 @@ _MOST_TOKENS = 512  # limit for the span that is longer than a local attention's
 _CANNOT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 
 
-def embedding_layout(encoder: Encoder) -> Layout:
+def embedding_layout(
+    encoder: Encoder,  # the encoder with its weights; it is left unchanged
+) -> Layout:
     """Layout for embedding texts, in which a batch gives each text the same embedding as alone: packed, else padded.
 
     With broken weights no layout can be tested. Then padded is used, and the embeddings show that they are not finite.
-
-    Args:
-        encoder: the encoder with its weights; it is left unchanged.
-
-    Raises:
-        EncoderError: neither layout is correct.
     """
     with _Trial(encoder) as trial:
         if trial.equals_alone("packed"):
@@ -46,16 +42,11 @@ def embedding_layout(encoder: Encoder) -> Layout:
         raise EncoderError(_unequal(encoder, "a text's embedding changes with the other texts", trial.why))
 
 
-def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
-    """Layout for training: packed if the configuration asks for it and the test passes, else padded.
-
-    Args:
-        encoder: the encoder with its initial weights; it is left unchanged.
-        mlm: True if its MLM head is trained.
-
-    Raises:
-        EncoderError: the padded layout or the MLM head is not correct.
-    """
+def fitting_layout(
+    encoder: Encoder,  # the encoder with its initial weights; it is left unchanged
+    mlm: bool,  # True if its MLM head is trained
+) -> Layout:
+    """Layout for training: packed if the configuration asks for it and the test passes, else padded."""
     kind, layout = encoder.model.config.model_type, encoder.config.layout
     advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
     with _Trial(encoder) as trial:
@@ -74,13 +65,11 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
         return "padded"
 
 
-def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
-    """The reason why the encoder's layers cannot read patches, or None.
-
-    Args:
-        encoder: the encoder in the layout that fits it; it is left unchanged.
-        frontend: the frontend of a task.
-    """
+def patch_problem(
+    encoder: Encoder,  # the encoder in the layout that fits it; it is left unchanged
+    frontend: Frontend,  # the frontend of a task
+) -> str | None:
+    """The reason why the encoder's layers cannot read patches, or None."""
     # No two patches alike: a mix would show.
     values = torch.linspace(-1, 1, 5 * frontend.patches.in_features).view(5, -1)
     clips = PatchBatch(values, torch.tensor([0, 1, 1, 0, 1]), torch.tensor([3, 2]))
@@ -91,12 +80,10 @@ def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
     return f"model type {encoder.model.config.model_type} {problem}; use another encoder"
 
 
-def drops_by_key(encoder: Encoder) -> bool:
-    """True if dropout depends on the spans' keys alone; False if the encoder also draws from torch's generator.
-
-    Args:
-        encoder: the encoder with its weights, in its layout; it is left unchanged.
-    """
+def drops_by_key(
+    encoder: Encoder,  # the encoder with its weights, in its layout; it is left unchanged
+) -> bool:
+    """True if dropout depends on the spans' keys alone; False if the encoder also draws from torch's generator."""
     with _Trial(encoder) as trial:
         return trial.repeats()
 

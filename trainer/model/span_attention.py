@@ -151,16 +151,12 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def problem(
-    head_size: int, device: torch.device, drops: bool = True, dtype: torch.dtype = torch.bfloat16
+    head_size: int,  # size of an attention head
+    device: torch.device,  # the GPU
+    drops: bool = True,  # weights are dropped
+    dtype: torch.dtype = torch.bfloat16,  # type of queries, keys and values
 ) -> str | None:
-    """The reason why this GPU cannot attend so, found by attending to a few tokens; or None.
-
-    Args:
-        head_size: size of an attention head.
-        device: the GPU.
-        drops: weights are dropped.
-        dtype: type of queries, keys and values.
-    """
+    """The reason why this GPU cannot attend so, found by attending to a few tokens; or None."""
     if head_size > _MOST_HEAD_SIZE:
         return f"the head size is {head_size}, and the kernel needs at most {_MOST_HEAD_SIZE}"
     try:

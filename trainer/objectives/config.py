@@ -120,29 +120,20 @@ class MatryoshkaConfig(Strict):
         return None
 
 
-REPORTED = "reported_"
-"""Before the name of a score: its value on the rows that choose nothing."""
+REPORTED = "reported_"  # before the name of a score: its value on the rows that choose nothing
 NN_ACCURACY = "nn_accuracy"
 """Score of images and sounds, after the name of their task: share of held-out rows whose nearest neighbour is right."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The part of a run that an objective may depend on.
+    """The part of a run that an objective may depend on."""
 
-    Attributes:
-        seed: seed of the run.
-        spans: the `spans` section, completed from the shards.
-        batch_documents: rows of the shards in one global batch.
-        short_documents: treatment of short documents when the shards were prepared.
-        frontend: settings of the patches, of a task with images or sounds.
-    """
-
-    seed: int = 0
-    spans: SpanConfig = field(default_factory=SpanConfig)
-    batch_documents: int = 16
-    short_documents: ShortDocuments = "drop"
-    frontend: FrontendConfig | None = None
+    seed: int = 0  # seed of the run
+    spans: SpanConfig = field(default_factory=SpanConfig)  # the `spans` section, completed from the shards
+    batch_documents: int = 16  # rows of the shards in one global batch
+    short_documents: ShortDocuments = "drop"  # treatment of short documents when the shards were prepared
+    frontend: FrontendConfig | None = None  # settings of the patches, of a task with images or sounds
 
 
 class ObjectiveConfig(Strict):

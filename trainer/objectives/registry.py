@@ -11,16 +11,14 @@ from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
 
-GROUP = "declutr.objectives"
-"""Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""
+GROUP = "declutr.objectives"  # entry point group: the name is the kind, the value the `ObjectiveConfig` subclass
 RESERVED = frozenset({
     "loss", "grad_norm", "lr", "num_selected", "num_tokens", "padding_share", "flops", "skipped", "kind", "step",
     "time", "seconds", "batch_digest", "batch_uniformity", "batch_participation_ratio", "mfu", "peak_memory_mib",
     "data_wait_share", "tokens_per_second", "documents_per_second",
 })  # fmt: skip
 """Keys of a line in `metrics.jsonl` that no loss term may have."""
-DEFAULT = DeclutrConfig()
-"""The objective of a configuration that does not name one."""
+DEFAULT = DeclutrConfig()  # the objective of a configuration that does not name one
 
 
 def load_kinds() -> tuple[dict[str, type[ObjectiveConfig]], dict[str, str]]:
@@ -45,11 +43,7 @@ def load_kinds() -> tuple[dict[str, type[ObjectiveConfig]], dict[str, str]]:
 
 
 def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type[ObjectiveConfig]:
-    """The settings class of an entry point.
-
-    Raises:
-        TypeError: it is no objective of that kind.
-    """
+    """The settings class of an entry point."""
     loaded = point.load()
     if not (isinstance(loaded, type) and issubclass(loaded, ObjectiveConfig)):
         raise TypeError("must name a subclass of ObjectiveConfig")
@@ -79,8 +73,7 @@ def _with_kind(value: Any) -> Any:
     return value
 
 
-KINDS, BROKEN = load_kinds()
-"""The objectives that can be named, and why others cannot."""
+KINDS, BROKEN = load_kinds()  # the objectives that can be named, and why others cannot
 if TYPE_CHECKING:
     AnyObjectiveConfig = ObjectiveConfig
 else:

@@ -33,15 +33,10 @@ HELD_OUT_EPOCH = 2**32 - 1
 
 
 class RowScore(float):
-    """A score with the values of the rows that it is made of.
+    """A score with the values of the rows that it is made of."""
 
-    Attributes:
-        keys: `(N,)` keys of the rows.
-        values: `(N,)` values whose mean is the score, or `(N, 2)` whose Spearman correlation is, in percent.
-    """
-
-    keys: seeding.U64
-    values: F64
+    keys: seeding.U64  # `(N,)` keys of the rows
+    values: F64  # `(N,)` values whose mean is the score, or `(N, 2)` whose Spearman correlation is, in percent
 
     def __new__(cls, keys: seeding.U64, values: F64) -> "RowScore":
         """The score of all rows; NaN without any."""
@@ -76,13 +71,12 @@ def choosing_rows(seed: int, keys: seeding.U64) -> NDArray[np.bool_]:
     return chosen
 
 
-def divide(all_scores: Mapping[str, float], seed: int, score: str) -> tuple[dict[str, float], str, F64]:
+def divide(
+    all_scores: Mapping[str, float],  # scores by name, of all rows
+    seed: int,  # the run's seed
+    score: str,  # `validation.score`
+) -> tuple[dict[str, float], str, F64]:
     """Divides the scores of a validation into what chooses and what reports.
-
-    Args:
-        all_scores: scores by name, of all rows.
-        seed: the run's seed.
-        score: `validation.score`.
 
     Returns:
         Scores by name: those of rows by their choosing half, and that of `score` also by its reporting half; the name
@@ -98,39 +92,36 @@ def divide(all_scores: Mapping[str, float], seed: int, score: str) -> tuple[dict
     return {**scores, REPORTED + name: float(reporting)}, name, reporting.values
 
 
-def by_size(sizes: Iterable[int], scores: Callable[[int | None], dict[str, float]]) -> dict[str, float]:
-    """Scores of the whole embedding by name, and those of its first numbers as `NAME_SIZE`.
-
-    Args:
-        sizes: numbers of first numbers.
-        scores: computes the scores of embeddings cut to a size; None: whole ones.
-    """
+def by_size(
+    sizes: Iterable[int],  # numbers of first numbers
+    # computes the scores of embeddings cut to a size; None: whole ones.
+    scores: Callable[[int | None], dict[str, float]],
+) -> dict[str, float]:
+    """Scores of the whole embedding by name, and those of its first numbers as `NAME_SIZE`."""
     return scores(None) | {f"{name}_{size}": value for size in sizes for name, value in scores(size).items()}
 
 
-def ahead(scores: NDArray[Any], answers: NDArray[Any], tie: float) -> NDArray[np.float64]:
-    """`(N,)` candidates before the answer of each query by score, the measure of every retrieval of this project.
-
-    Args:
-        scores: `(N, M)` scores of M candidates; `(1, M)` are those of all queries.
-        answers: `(N,)` score of each query's answer.
-        tie: share of the candidates with the answer's own score that count, the answer included if it is a candidate.
-            1 counts them against the encoder, so that equal embeddings do not look perfect; 0.5 is the mean of orders.
-    """
+def ahead(
+    scores: NDArray[Any],  # `(N, M)` scores of M candidates; `(1, M)` are those of all queries
+    answers: NDArray[Any],  # `(N,)` score of each query's answer
+    # share of the candidates with the answer's own score that count, the answer included if it is a candidate. 1 counts
+    # them against the encoder, so that equal embeddings do not look perfect; 0.5 is the mean of orders.
+    tie: float,
+) -> NDArray[np.float64]:
+    """`(N,)` candidates before the answer of each query by score, the measure of every retrieval of this project."""
     own = answers[:, None]
     before: NDArray[np.float64] = (scores > own).sum(axis=1) + tie * (scores == own).sum(axis=1)
     return before
 
 
-def retrieval(anchors: Tensor, positives: Tensor, keys: U64) -> dict[str, float]:
+def retrieval(
+    anchors: Tensor,  # `(N, H)`
+    positives: Tensor,  # `(N, H)`
+    keys: U64,  # `(N,)` keys of the rows
+) -> dict[str, float]:
     """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine; scores of rows.
 
     Ties count against the encoder.
-
-    Args:
-        anchors: `(N, H)`.
-        positives: `(N, H)`.
-        keys: `(N,)` keys of the rows.
     """
     scores = (F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T).numpy()
     ranks = ahead(scores, scores.diagonal(), tie=1.0)
@@ -170,23 +161,14 @@ def held_out_rows(held_out: ShardSet, max_rows: int, seed: int) -> NDArray[np.in
 
 
 def embed_together(
-    encoder: Encoder,
-    total: int,
-    batch_of: Callable[[slice], SpanBatch],
-    layers: Sequence[Dense],
-    comm: Communicator,
-    device: torch.device,
+    encoder: Encoder,  # the encoder; it is left unchanged
+    total: int,  # number of spans
+    batch_of: Callable[[slice], SpanBatch],  # packs the spans of a slice of `range(total)`
+    layers: Sequence[Dense],  # layers behind the pooling that are exported
+    comm: Communicator,  # the workers
+    device: torch.device,  # device of the encoder
 ) -> Tensor:
-    """Embeddings as exported, `(total, H)`, in float64 on the CPU, the same on every worker; without dropout.
-
-    Args:
-        encoder: the encoder; it is left unchanged.
-        total: number of spans.
-        batch_of: packs the spans of a slice of `range(total)`.
-        layers: layers behind the pooling that are exported.
-        comm: the workers.
-        device: device of the encoder.
-    """
+    """Embeddings as exported, `(total, H)`, in float64 on the CPU, the same on every worker; without dropout."""
     width = layers[-1].linear.out_features if layers else encoder.output_size
 
     def embed(part: slice) -> Tensor:
@@ -199,25 +181,16 @@ def embed_together(
 
 
 def compute_together(
-    encoder: Encoder,
-    total: int,
-    width: int,
+    encoder: Encoder,  # the encoder, which is in evaluation mode meanwhile
+    total: int,  # number of rows
+    width: int,  # numbers in a row
+    # computes the rows of a slice of `range(total)`, with forwards of the encoder; the slice may be empty.
     rows_of: Callable[[slice], Tensor],
-    comm: Communicator,
-    device: torch.device,
-    chunk: int,
+    comm: Communicator,  # as of `embed_together`
+    device: torch.device,  # likewise
+    chunk: int,  # number of rows computed at a time
 ) -> Tensor:
-    """A table of `total` rows, `(total, width)`, in float64 on the CPU, of which each worker computes a share.
-
-    Args:
-        encoder: the encoder, which is in evaluation mode meanwhile.
-        total: number of rows.
-        width: numbers in a row.
-        rows_of: computes the rows of a slice of `range(total)`, with forwards of the encoder; the slice may be empty.
-        comm: as of `embed_together`.
-        device: likewise.
-        chunk: number of rows computed at a time.
-    """
+    """A table of `total` rows, `(total, width)`, in float64 on the CPU, of which each worker computes a share."""
     was_training = encoder.training
     encoder.eval()
     start, end = comm.row_range(total, chunk)  # whole chunks if bits may not depend on the workers

@@ -27,19 +27,17 @@ _MASKED = 9  # above the views' numbers, 0 to 2, so a copy has its own dropout
 
 
 def infonce(
-    queries: Tensor, columns: Tensor, temperature: float, own_weight: float = 0.0, row_shard: RowShard | None = None
+    queries: Tensor,  # `(N, D)`
+    columns: Tensor,  # `(N, D)` positives, or `(2N, D)` positives and hard negatives
+    temperature: float,  # t
+    own_weight: float = 0.0,  # w, added to the logit of a query's own hard negative
+    # this worker's rows of N, whose gradient is computed, while that of others is 0; None: all.
+    row_shard: RowShard | None = None,
 ) -> Tensor:
     """Mean over i of -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = cos(q_i, c_j) / t + w [j = i + N].
 
     SimCSE eq. 1 without, eq. 5 with a second block of N columns, the hard negatives. The loss and its gradient hold a
     few tiles of the N x C scores at a time.
-
-    Args:
-        queries: `(N, D)`.
-        columns: `(N, D)` positives, or `(2N, D)` positives and hard negatives.
-        temperature: t.
-        own_weight: w, added to the logit of a query's own hard negative.
-        row_shard: this worker's rows of N, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(queries.device.type, enabled=False):
         rows, unit_columns = unit_rows(queries), unit_rows(columns)

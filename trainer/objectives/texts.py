@@ -69,17 +69,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class TextCollator:
-    """Packs texts as spans, those of rows as their objective does.
+    """Packs texts as spans, those of rows as their objective does."""
 
-    Attributes:
-        objective: the objective.
-        vocabulary: ids of the shards' tokenizer.
-        max_content: largest number of tokens of a span, without specials; longer texts are cut at the end.
-    """
-
-    objective: "TextObjective[Any]"
-    vocabulary: Vocabulary
-    max_content: int
+    objective: "TextObjective[Any]"  # the objective
+    vocabulary: Vocabulary  # ids of the shards' tokenizer
+    max_content: int  # largest number of tokens of a span, without specials; longer texts are cut at the end
 
     def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
         """The spans of n rows."""
@@ -87,25 +81,15 @@ class TextCollator:
 
     def pack(
         self,
-        texts: Texts,
-        chosen: I64,
-        numbers: I64,
-        epochs: I64,
-        rates: NDArray[np.float64] | None = None,
-        masking: tuple[MaskingConfig, slice] | None = None,
-        queries: NDArray[np.bool_] | None = None,
+        texts: Texts,  # texts of n rows
+        chosen: I64,  # `(S,)` numbers of texts; a text may occur several times
+        numbers: I64,  # as of `pack_spans`
+        epochs: I64,  # `(n,)` epoch in which each row is read
+        rates: NDArray[np.float64] | None = None,  # as of `pack_spans`
+        masking: tuple[MaskingConfig, slice] | None = None,  # likewise
+        queries: NDArray[np.bool_] | None = None,  # likewise
     ) -> SpanBatch:
-        """The chosen texts, in this order.
-
-        Args:
-            texts: texts of n rows.
-            chosen: `(S,)` numbers of texts; a text may occur several times.
-            numbers: as of `pack_spans`.
-            epochs: `(n,)` epoch in which each row is read.
-            rates: as of `pack_spans`.
-            masking: likewise.
-            queries: likewise.
-        """
+        """The chosen texts, in this order."""
         content = np.minimum(texts.sizes[chosen], self.max_content)  # the papers cut at 32 tokens with specials
         rows = texts.rows[chosen]
         owners = texts.keys[rows], epochs[rows].astype(np.uint64), numbers
@@ -130,11 +114,7 @@ def premise_keys(texts: Texts) -> I64:
 
 
 def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:
-    """`(n,)` number of one text with this label in each row, uniformly drawn by row and epoch.
-
-    Raises:
-        ValueError: a row has no text with the label.
-    """
+    """`(n,)` number of one text with this label in each row, uniformly drawn by row and epoch."""
     having = np.flatnonzero(texts.labels == label)
     counts = np.bincount(texts.rows[having], minlength=len(texts.first))
     if len(counts) and not counts.all():
@@ -152,16 +132,11 @@ class TextValidator:
 
     Sentences have no pairs, so only uniformity and effective rank are computed. Of other rows, the premise must find
     its first entailed hypothesis; rows without one are left out of the retrieval.
-
-    Attributes:
-        collator: packs texts; its objective has the layers behind the pooling, and the sizes to score.
-        held_out: the held-out split.
-        rows: `(N,)` numbers of the rows to score.
     """
 
-    collator: TextCollator
-    held_out: HeldOutSplit
-    rows: NDArray[np.int64]
+    collator: TextCollator  # packs texts; its objective has the layers behind the pooling, and the sizes to score
+    held_out: HeldOutSplit  # the held-out split
+    rows: NDArray[np.int64]  # `(N,)` numbers of the rows to score
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The scores by name; None if embeddings are not finite."""
@@ -266,15 +241,14 @@ class Scd(TextObjective[ScdConfig]):
         return projected
 
 
-def contrast(batch: Gathered, config: SclConfig) -> Tensor:
+def contrast(
+    batch: Gathered,  # `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key)
+    config: SclConfig,  # temperature and numbers of positives and negatives
+) -> Tensor:
     """Mean over anchors and their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t; 0 without an anchor.
 
     The sum is over the anchor's positives and negatives. An anchor is the premise of an entailment pair. Its positives
     are the hypotheses of all entailment pairs with this premise; its negatives all other hypotheses of the batch.
-
-    Args:
-        batch: `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key).
-        config: temperature and numbers of positives and negatives.
     """
     premises, hypotheses = batch.views.unbind(1)
     entailed = batch.facts["label"] == ENTAILMENT

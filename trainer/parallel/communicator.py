@@ -32,31 +32,20 @@ Kind = TypeVar("Kind", bound=Tensor)
 class Request(enum.IntFlag):
     """A worker's requests in a step; all workers carry out what any of them requests."""
 
-    SAVE = 1
-    """Save a checkpoint of the step."""
-    STOP = 2
-    """Save and stop: a signal came, or a machine is about to be removed."""
-    FAIL = 4
-    """Stop without a checkpoint, because checkpoints cannot be written."""
-    EARLY = 8
-    """Save and end the run, because its scores no longer improve."""
-    REPORT = 16
-    """Report a written checkpoint to Ray Train."""
-    MEMORY = 32
-    """Repeat the step with smaller microbatches, because memory ran out."""
+    SAVE = 1  # save a checkpoint of the step
+    STOP = 2  # save and stop: a signal came, or a machine is about to be removed
+    FAIL = 4  # stop without a checkpoint, because checkpoints cannot be written
+    EARLY = 8  # save and end the run, because its scores no longer improve
+    REPORT = 16  # report a written checkpoint to Ray Train
+    MEMORY = 32  # repeat the step with smaller microbatches, because memory ran out
 
 
 @dataclass
 class Agreement:
-    """Requests that travel with the exchange in which workers agree whether a step fitted their memory.
+    """Requests that travel with the exchange in which workers agree whether a step fitted their memory."""
 
-    Attributes:
-        requests: returns this worker's requests.
-        agreed: the requests of all workers; None before the exchange, and with one worker.
-    """
-
-    requests: Callable[[], Request]
-    agreed: Request | None = None
+    requests: Callable[[], Request]  # returns this worker's requests
+    agreed: Request | None = None  # the requests of all workers; None before the exchange, and with one worker
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -66,26 +55,19 @@ def is_part(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Communicator:
-    """This process's rank among the workers, and its exchanges with them.
+    """This process's rank among the workers, and its exchanges with them."""
 
-    Attributes:
-        rank: number of this worker.
-        size: number of workers; with 1 no process group is needed.
-        deterministic: results must not depend on `size` in any bit.
-    """
+    rank: int = 0  # number of this worker
+    size: int = 1  # number of workers; with 1 no process group is needed
+    deterministic: bool = False  # results must not depend on `size` in any bit
 
-    rank: int = 0
-    size: int = 1
-    deterministic: bool = False
-
-    def all_gather(self, rows: Tensor, start: int, total: int) -> Tensor:
-        """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably.
-
-        Args:
-            rows: this rank's rows `(r, D)`; r may differ between ranks and may be 0.
-            start: position of this rank's first row in the global batch.
-            total: number of rows of all ranks.
-        """
+    def all_gather(
+        self,
+        rows: Tensor,  # this rank's rows `(r, D)`; r may differ between ranks and may be 0
+        start: int,  # position of this rank's first row in the global batch
+        total: int,  # number of rows of all ranks
+    ) -> Tensor:
+        """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably."""
         if self.size == 1:
             return rows
         gathered: Tensor = _GatherRows.apply(rows, start, total)  # type: ignore[no-untyped-call]
@@ -138,14 +120,12 @@ class Communicator:
                 gradient.copy_(summed.view_as(gradient))
 
 
-def grouped(tensors: Iterable[Kind], limit: int, size: Callable[[Tensor], int] = Tensor.numel) -> list[list[Kind]]:
-    """Groups consecutive tensors of one type up to a size, so that messages are few and large; a larger one alone.
-
-    Args:
-        tensors: the tensors.
-        limit: largest sum of the sizes in a group.
-        size: size of a tensor.
-    """
+def grouped(
+    tensors: Iterable[Kind],  # the tensors
+    limit: int,  # largest sum of the sizes in a group
+    size: Callable[[Tensor], int] = Tensor.numel,  # size of a tensor
+) -> list[list[Kind]]:
+    """Groups consecutive tensors of one type up to a size, so that messages are few and large; a larger one alone."""
     groups: list[list[Kind]] = []
     filled = 0
     for tensor in tensors:
@@ -214,14 +194,13 @@ def _received(like: Tensor, source: int) -> Tensor:
     return received
 
 
-def shard(encoder: Encoder, comm: Communicator) -> None:
+def shard(
+    encoder: Encoder,  # whole and the same on every worker; changed in place. With one worker it is left unchanged.
+    comm: Communicator,  # the workers
+) -> None:
     """Shards every parameter over the workers. Call it before the optimizer is made, with a process group.
 
     Layers are gathered one by one. Embeddings, the MLM head (tied to them) and the projection are gathered together.
-
-    Args:
-        encoder: whole and the same on every worker; changed in place. With one worker it is left unchanged.
-        comm: the workers.
     """
     if comm.size == 1:
         return

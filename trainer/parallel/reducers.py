@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from declutr.trainer.parallel.communicator import Communicator, grouped
 
 _BITS = 44
-SCALE = 2.0**_BITS
-"""Integers of one unit of the gradient. It is the same for every step and every number of workers."""
+SCALE = 2.0**_BITS  # integers of one unit of the gradient. It is the same for every step and every number of workers.
 _CHUNK = 2**20  # elements converted at a time, so that temporary memory is small
 _BUCKET = 2**24  # integers of a message, 128 MiB
 _BUCKET_BYTES = 32 * 2**20  # large enough for the network's full rate, small enough that the last one is soon sent
@@ -113,21 +112,13 @@ class FixedPointReducer:
 
 @dataclass
 class Bucket:
-    """Gradients that are sent together.
+    """Gradients that are sent together."""
 
-    Attributes:
-        flat: `(n,)` gradients, one after the other; `.grad` of each parameter is a view of it.
-        parameters: their parameters.
-        missing: parameters whose gradient the current backward has not completed.
-        sent: the compressed copy that is being summed, or `flat`.
-        work: the all-reduce; None before it starts.
-    """
-
-    flat: Tensor
-    parameters: list[nn.Parameter]
-    missing: int = 0
-    sent: Tensor | None = None
-    work: Any = field(default=None)
+    flat: Tensor  # `(n,)` gradients, one after the other; `.grad` of each parameter is a view of it
+    parameters: list[nn.Parameter]  # their parameters
+    missing: int = 0  # parameters whose gradient the current backward has not completed
+    sent: Tensor | None = None  # the compressed copy that is being summed, or `flat`
+    work: Any = field(default=None)  # the all-reduce; None before it starts
 
 
 class BucketedReducer:
@@ -135,18 +126,14 @@ class BucketedReducer:
 
     Buckets are sent in a fixed order, the same on every worker: from the last parameter to the first, as a backward
     completes them. A bucket is sent as soon as it and all buckets before it are complete.
-
-    Args:
-        parameters: in the order of the forward; not sharded, of one type.
-        compressed: type of the exchange, for example bfloat16; None: that of the gradients.
-        bucket_bytes: size of a bucket; a larger parameter is alone in its bucket.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],  # in the order of the forward; not sharded, of one type
+        # type of the exchange, for example bfloat16; None: that of the gradients.
         compressed: torch.dtype | None = None,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = _BUCKET_BYTES,  # size of a bucket; a larger parameter is alone in its bucket
     ) -> None:
         self.compressed = compressed
         self.buckets: list[Bucket] = []

@@ -47,8 +47,7 @@ _FAILED_ALLOCATIONS = (
     "Cuda failure 2 'out of memory'",  # NCCL
     "Cuda failure 'out of memory'",  # NCCL before 2.19
 )
-SPREAD = ("batch_uniformity", "batch_participation_ratio")
-"""Names of the numbers of `spread` in the metrics."""
+SPREAD = ("batch_uniformity", "batch_participation_ratio")  # names of the numbers of `spread` in the metrics
 _MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 _SPREAD_ROWS = 256  # enough for both numbers, and few enough to cost nothing next to a step
 
@@ -59,15 +58,10 @@ class MicrobatchError(RuntimeError):
 
 @dataclass
 class Microbatch:
-    """Limit of the tokens in one forward, lowered during training if it is automatic.
+    """Limit of the tokens in one forward, lowered during training if it is automatic."""
 
-    Attributes:
-        max_tokens: the limit; None: a worker's whole share at once.
-        automatic: lower `max_tokens` and repeat the step when memory runs out.
-    """
-
-    max_tokens: int | None = None
-    automatic: bool = False
+    max_tokens: int | None = None  # the limit; None: a worker's whole share at once
+    automatic: bool = False  # lower `max_tokens` and repeat the step when memory runs out
 
     @staticmethod
     def of(setting: int | Literal["auto"] | None, device: torch.device) -> "Microbatch":
@@ -77,11 +71,7 @@ class Microbatch:
         return Microbatch(setting)
 
     def lower(self, spans: AnyBatch, comm: Communicator) -> None:
-        """Halves the limit of all workers after one ran out of memory in a step.
-
-        Raises:
-            MicrobatchError: the limit is already at the longest span.
-        """
+        """Halves the limit of all workers after one ran out of memory in a step."""
         longest = comm.all_reduce_max(int(spans.lengths.max()) if spans.num_spans else 0)
         tried = comm.all_reduce_max(spans.num_tokens if self.max_tokens is None else self.max_tokens)
         if tried <= longest:
@@ -142,61 +132,36 @@ def float32_products() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Totals over all ranks, which may have different numbers of rows.
+    """Totals over all ranks, which may have different numbers of rows."""
 
-    Attributes:
-        selected: selected tokens of all ranks.
-        first_row: place of this rank's first row of views among all.
-        num_rows: M; 0 if the loss uses no embeddings.
-    """
-
-    selected: int
-    first_row: int
-    num_rows: int
+    selected: int  # selected tokens of all ranks
+    first_row: int  # place of this rank's first row of views among all
+    num_rows: int  # M; 0 if the loss uses no embeddings
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Results of a backward other than the gradients.
+    """Results of a backward other than the gradients."""
 
-    Attributes:
-        terms: terms of the objective's loss on the global batch, by name.
-        mlm_sum: this rank's MLM loss, summed over its selected tokens.
-        num_selected: selected tokens of all ranks.
-        gathered: detached views of the global batch; None unless the objective needs them for `remember`.
-        spread: `(2,)` float64, spread of the views (trainer/objectives/scores.py); None if the loss uses none.
-    """
-
-    terms: dict[str, Tensor]
-    mlm_sum: Tensor
-    num_selected: int
-    gathered: Gathered | None
+    terms: dict[str, Tensor]  # terms of the objective's loss on the global batch, by name
+    mlm_sum: Tensor  # this rank's MLM loss, summed over its selected tokens
+    num_selected: int  # selected tokens of all ranks
+    gathered: Gathered | None  # detached views of the global batch; None unless the objective needs them for `remember`
+    # `(2,)` float64, spread of the views (trainer/objectives/scores.py); None if the loss uses none.
     spread: Tensor | None
 
 
 @dataclass(frozen=True)
 class GradCache:
-    """Both passes of a step.
+    """Both passes of a step."""
 
-    Attributes:
-        task: the task.
-        step: 1-based optimizer step.
-        batch: this rank's share of the batch.
-        pieces: its microbatches.
-    """
-
-    task: "TrainTask"
-    step: int
-    batch: RankBatch
-    pieces: list[AnyBatch]
+    task: "TrainTask"  # the task
+    step: int  # 1-based optimizer step
+    batch: RankBatch  # this rank's share of the batch
+    pieces: list[AnyBatch]  # its microbatches
 
     def count(self, failed: bool = False) -> GlobalCounts | None:
-        """Totals over all ranks, by one all-reduce; None on every rank if one of them has `failed`.
-
-        Raises:
-            UsageError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
-                of a row share a dropout key although they must differ by dropout.
-        """
+        """Totals over all ranks, by one all-reduce; None on every rank if one of them has `failed`."""
         batch, size, rank = self.batch, self.task.comm.size, self.task.comm.rank
         own = [0] * 2 * size
         problem = batch_problem(self.task.objective, batch)
@@ -248,15 +213,14 @@ class GradCache:
                 parameter.grad = None  # of ranks but the first: replicated layers must not add up
         return Gradients(terms, mlm_sum, counts.selected, gathered, spread)
 
-    def _second_pass(self, gradient: Tensor | None, share: float, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Backward of each piece; the sum of the MLM losses.
-
-        Args:
-            gradient: `(S, D)`, of the loss with respect to the span embeddings; None: it uses none.
-            share: factor of the MLM loss.
-            kept: embeddings and MLM loss of each piece, with their graphs, released one by one; empty: they are
-                computed again.
-        """
+    def _second_pass(
+        self,
+        gradient: Tensor | None,  # `(S, D)`, of the loss with respect to the span embeddings; None: it uses none
+        share: float,  # factor of the MLM loss
+        # embeddings and MLM loss of each piece, with their graphs, released one by one; empty: they are computed again.
+        kept: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Backward of each piece; the sum of the MLM losses."""
         pieces = self.pieces
         upstream = [None] * len(pieces) if gradient is None else gradient.split([piece.num_spans for piece in pieces])
         total = torch.zeros((), device=pieces[0].device)
@@ -369,14 +333,13 @@ def backward(loss: Tensor) -> None:
         loss.backward()
 
 
-def spread(views: Tensor) -> Tensor:
+def spread(
+    views: Tensor,  # `(M, V, D)` views of the global batch
+) -> Tensor:
     """`(2,)` float64: uniformity and participation ratio of the first views of at most 256 rows; NaN of one row.
 
     The participation ratio (sum of eigenvalues)^2 / sum of their squares of the covariance is the number of dimensions
     that the batch uses. It needs no singular values, for which a GPU would wait.
-
-    Args:
-        views: `(M, V, D)` views of the global batch.
     """
     with torch.no_grad(), torch.autocast(views.device.type, enabled=False):
         unit = F.normalize(views[:_SPREAD_ROWS, 0].detach().float(), dim=-1)

@@ -69,21 +69,14 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
 
 
 def build_optimizer(
-    config: OptimConfig,
-    encoder: nn.Module,
-    *modules: nn.Module,
+    config: OptimConfig,  # settings of the optimizer
+    encoder: nn.Module,  # the encoder
+    *modules: nn.Module,  # objectives and frontends
+    # ids of the encoder's parameters that get a gradient; None: all that are trainable.
     reached: Collection[int] | None = None,
-    fused: bool | None = None,
+    fused: bool | None = None,  # update all parameters by one kernel; None: on a GPU
 ) -> torch.optim.Optimizer:
-    """The optimizer over trainable parameters, in separate groups for each module.
-
-    Args:
-        config: settings of the optimizer.
-        encoder: the encoder.
-        modules: objectives and frontends.
-        reached: ids of the encoder's parameters that get a gradient; None: all that are trainable.
-        fused: update all parameters by one kernel; None: on a GPU.
-    """
+    """The optimizer over trainable parameters, in separate groups for each module."""
     groups = parameter_groups(encoder, config.weight_decay)
     if reached is not None:
         # else weight decay would change what no task of the update trains
@@ -100,26 +93,18 @@ class UncorrectedAdamW(torch.optim.Optimizer):
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr m / (sqrt(v) + eps); w = w - lr decay w.
 
-    Args:
-        params: parameters or their groups.
-        lr: learning rate.
-        betas: b1 and b2.
-        eps: see the equation.
-        weight_decay: see the equation.
-        fused: update all parameters by torch's fused kernel.
-
     Attributes:
         found_inf: a tensor, 1 to leave out updates, else 0; None: no update is left out. Only if fused.
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float = 0.0,
-        fused: bool = False,
+        params: Iterable[Any],  # parameters or their groups
+        lr: float,  # learning rate
+        betas: tuple[float, float],  # b1 and b2
+        eps: float,  # see the equation
+        weight_decay: float = 0.0,  # see the equation
+        fused: bool = False,  # update all parameters by torch's fused kernel
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None

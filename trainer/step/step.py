@@ -27,32 +27,20 @@ class NonFiniteLossError(ArithmeticError):
 
 @dataclass
 class NonFiniteLosses:
-    """Counts the updates that were left out because their loss was not finite, if `on_nonfinite_loss` allows it.
+    """Counts the updates that were left out because their loss was not finite, if `on_nonfinite_loss` allows it."""
 
-    Attributes:
-        skip: skip such steps (`on_nonfinite_loss: skip`) instead of stopping.
-        most_in_a_row: `max_skipped_steps`.
-        skipped: steps so far whose update was skipped.
-        in_a_row: skipped steps since the last good one.
-    """
+    skip: bool = False  # skip such steps (`on_nonfinite_loss: skip`) instead of stopping
+    most_in_a_row: int = 0  # `max_skipped_steps`
+    skipped: int = 0  # steps so far whose update was skipped
+    in_a_row: int = 0  # skipped steps since the last good one
 
-    skip: bool = False
-    most_in_a_row: int = 0
-    skipped: int = 0
-    in_a_row: int = 0
-
-    def add(self, step: int, name: str, problem: str | None) -> None:
-        """Counts a step that was taken; a skipped one used up its documents and changed nothing else.
-
-        Args:
-            step: 1-based number of the step.
-            name: name of the update's task.
-            problem: what is not finite; None: nothing.
-
-        Raises:
-            NonFiniteLossError: the loss is not finite and may not be skipped, or there were too many in a row; on every
-                rank.
-        """
+    def add(
+        self,
+        step: int,  # 1-based number of the step
+        name: str,  # name of the update's task
+        problem: str | None,  # what is not finite; None: nothing
+    ) -> None:
+        """Counts a step that was taken; a skipped one used up its documents and changed nothing else."""
         if problem is None:
             self.in_a_row = 0
             return
@@ -70,35 +58,22 @@ class NonFiniteLosses:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step over all ranks.
+    """Metrics of one step over all ranks."""
 
-    Attributes:
-        loss: sum of the terms; `mlm` counts with the objective's `mlm_weight`, a task with its weight.
-        terms: terms of the loss by name; `mlm` is the mean cross entropy over the global batch's selected tokens. A
-            term that is not trained is 0. Terms of an auxiliary task have its name in front.
-        grad_norm: norm of the gradient before clipping.
-        lr: learning rate of the update.
-        num_selected: selected tokens.
-        num_tokens: tokens that the encoder processed, specials included.
-        padding_share: share of the encoder's token places that held padding.
-        flops: multiplications and additions of forward and backward (trainer/step/task.py).
-        batch_digest: digest of the main task's global batch: documents, spans and masks; the same for any number of
-            workers.
-        skipped: true if the loss or the gradient was not finite, so that nothing was updated.
-        auxiliary: spread of the batch of each task, and further numbers of auxiliary tasks, such as
-            `image_batch_digest`.
-    """
-
-    loss: float
+    loss: float  # sum of the terms; `mlm` counts with the objective's `mlm_weight`, a task with its weight
+    # terms of the loss by name; `mlm` is the mean cross entropy over the global batch's selected tokens. A term that is
+    # not trained is 0. Terms of an auxiliary task have its name in front.
     terms: dict[str, float]
-    grad_norm: float
-    lr: float
-    num_selected: int
-    num_tokens: int
-    padding_share: float
-    flops: float
+    grad_norm: float  # norm of the gradient before clipping
+    lr: float  # learning rate of the update
+    num_selected: int  # selected tokens
+    num_tokens: int  # tokens that the encoder processed, specials included
+    padding_share: float  # share of the encoder's token places that held padding
+    flops: float  # multiplications and additions of forward and backward (trainer/step/task.py)
+    # digest of the main task's global batch: documents, spans and masks; the same for any number of workers.
     batch_digest: int
-    skipped: bool = False
+    skipped: bool = False  # true if the loss or the gradient was not finite, so that nothing was updated
+    # spread of the batch of each task, and further numbers of auxiliary tasks, such as `image_batch_digest`.
     auxiliary: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
@@ -110,24 +85,16 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """Updates the parameters that some tasks train; holds everything that this needs except the batch.
+    """Updates the parameters that some tasks train; holds everything that this needs except the batch."""
 
-    Attributes:
-        tasks: the tasks whose gradients are part of the update; the first one names it.
-        optimizer: optimizer of the parameters that the tasks train.
-        optim: settings of the learning rate and of clipping.
-        total_steps: T of the schedule.
-        late: do not wait for the loss before the update; the optimizer's `found_inf` leaves out an update on the
-            device. Needs a fused optimizer, and objectives without buffers that remember nothing.
-        nonfinite_losses: counts the updates that were left out.
-    """
-
-    tasks: tuple[TrainTask, ...]
-    optimizer: torch.optim.Optimizer
-    optim: OptimConfig
-    total_steps: int
+    tasks: tuple[TrainTask, ...]  # the tasks whose gradients are part of the update; the first one names it
+    optimizer: torch.optim.Optimizer  # optimizer of the parameters that the tasks train
+    optim: OptimConfig  # settings of the learning rate and of clipping
+    total_steps: int  # T of the schedule
+    # do not wait for the loss before the update; the optimizer's `found_inf` leaves out an update on the device. Needs
+    # a fused optimizer, and objectives without buffers that remember nothing.
     late: bool = False
-    nonfinite_losses: NonFiniteLosses = field(default_factory=NonFiniteLosses)
+    nonfinite_losses: NonFiniteLosses = field(default_factory=NonFiniteLosses)  # counts the updates that were left out
 
     @property
     def name(self) -> str:
@@ -153,16 +120,12 @@ class TrainStep:
         """Sums that start during the last backward, which is that of the last task."""
         return self.tasks[-1].overlap
 
-    def step(self, batch: Mapping[str, RankBatch], step: int) -> StepMetrics:
-        """Runs the 1-based optimizer step `step`.
-
-        Args:
-            batch: this rank's share of the batch of each task, by name.
-            step: the step's number.
-
-        Raises:
-            NonFiniteLossError: the loss or gradient is not finite; on every rank, before anything is updated.
-        """
+    def step(
+        self,
+        batch: Mapping[str, RankBatch],  # this rank's share of the batch of each task, by name
+        step: int,  # the step's number
+    ) -> StepMetrics:
+        """Runs the 1-based optimizer step `step`."""
         return self.begin(batch, step).read()
 
     def begin(self, batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None) -> "PendingStep":
@@ -212,9 +175,6 @@ class TrainStep:
 
         Returns:
             The result of each task.
-
-        Raises:
-            MicrobatchError: memory is too small for a single span.
         """
         buffers = [task.buffers() for task in self.tasks]
         while True:
@@ -263,18 +223,13 @@ class PendingStep:
     """An update whose metrics were not read yet: numbers on their way from a device to the CPU.
 
     They are read one step late, so that the CPU does not wait for the GPU in every step.
-
-    Attributes:
-        train_step: the train step.
-        step: 1-based number of the step.
-        results: results of each task.
-        values: `(n,)` float64: the gradient's norm, `TrainTask.totals` of each task, and the spread of each task that
-            has one. The copy from a GPU starts at once, and nothing waits for it.
     """
 
-    train_step: TrainStep
-    step: int
-    results: list[Gradients]
+    train_step: TrainStep  # the train step
+    step: int  # 1-based number of the step
+    results: list[Gradients]  # results of each task
+    # `(n,)` float64: the gradient's norm, `TrainTask.totals` of each task, and the spread of each task that has one.
+    # The copy from a GPU starts at once, and nothing waits for it.
     values: Tensor
 
     def __post_init__(self) -> None:
@@ -330,11 +285,7 @@ class PendingStep:
         )
 
     def read(self) -> StepMetrics:
-        """The metrics; the update is counted if it was left out.
-
-        Raises:
-            NonFiniteLossError: the loss or gradient is not finite and may not be skipped; on every rank.
-        """
+        """The metrics; the update is counted if it was left out."""
         if not self._counted:
             self._counted = True
             problem = self._problem() if self.metrics.skipped else None

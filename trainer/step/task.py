@@ -51,14 +51,12 @@ NUM_COUNTS = 5  # first numbers of `TrainTask.totals`, before the terms of the l
 T = TypeVar("T")
 
 
-def step_flops(model: "PreTrainedModel", lengths: Tensor, num_selected: int) -> float:
-    """FLOPs of forward and backward over spans, by the formula above.
-
-    Args:
-        model: the masked language model; only its shape is used.
-        lengths: `(S,)` number of tokens of each span, on the CPU.
-        num_selected: number of tokens that the MLM head predicts.
-    """
+def step_flops(
+    model: "PreTrainedModel",  # the masked language model; only its shape is used
+    lengths: Tensor,  # `(S,)` number of tokens of each span, on the CPU
+    num_selected: int,  # number of tokens that the MLM head predicts
+) -> float:
+    """FLOPs of forward and backward over spans, by the formula above."""
     config = model.config
     hidden = int(config.hidden_size)
     layers = (module for module in model.base_model.modules() if isinstance(module, nn.Linear))
@@ -84,35 +82,23 @@ def gpu_name(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask:
-    """Computes this rank's part of the gradient of one objective.
+    """Computes this rank's part of the gradient of one objective."""
 
-    Attributes:
-        encoder: the model, in training mode.
-        objective: the loss on the views of the global batch.
-        comm: the workers.
-        seed: the task's seed, for dropout.
-        microbatch: limit of the tokens in one forward.
-        autocast: type of the forward's matrix products (bfloat16), or None for the parameters' type.
-        name: name among the run's auxiliary tasks; empty for the main one.
-        frontend: hidden states of patches; None for spans of tokens.
-        weight: factor of the loss.
-        shared_rows: views of the global batch above which each worker computes a share of the loss.
-        overlap: sums of the encoder's gradients that start during the task's last backward, which is the last of the
-            update; None: they are summed after it.
-        reducer: sums of gradients that do not depend on the number of workers; None: ordinary ones.
-    """
-
-    encoder: Encoder
-    objective: Objective[Any]
-    comm: Communicator
-    seed: int
-    microbatch: Microbatch = field(default_factory=Microbatch)
+    encoder: Encoder  # the model, in training mode
+    objective: Objective[Any]  # the loss on the views of the global batch
+    comm: Communicator  # the workers
+    seed: int  # the task's seed, for dropout
+    microbatch: Microbatch = field(default_factory=Microbatch)  # limit of the tokens in one forward
+    # type of the forward's matrix products (bfloat16), or None for the parameters' type.
     autocast: torch.dtype | None = None
-    name: str = ""
-    frontend: Frontend | None = None
-    weight: float = 1.0
-    shared_rows: int = SHARED_ROWS
+    name: str = ""  # name among the run's auxiliary tasks; empty for the main one
+    frontend: Frontend | None = None  # hidden states of patches; None for spans of tokens
+    weight: float = 1.0  # factor of the loss
+    shared_rows: int = SHARED_ROWS  # views of the global batch above which each worker computes a share of the loss
+    # sums of the encoder's gradients that start during the task's last backward, which is the last of the update; None:
+    # they are summed after it.
     overlap: BucketedReducer | None = None
+    # sums of gradients that do not depend on the number of workers; None: ordinary ones.
     reducer: FixedPointReducer | None = None
 
     @property

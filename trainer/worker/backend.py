@@ -34,8 +34,7 @@ def missing_gpu() -> str | None:
 class GroupConfig(TorchConfig):  # type: ignore[misc]
     """A torch process group over all workers, which treat SIGTERM as a stop notice instead of dying during a step."""
 
-    deterministic: bool = False
-    """Sums over GPUs repeat their bits."""
+    deterministic: bool = False  # sums over GPUs repeat their bits
 
     @property
     def backend_cls(self) -> Any:

@@ -31,13 +31,9 @@ def period(size: int) -> float:
 
 @dataclass(frozen=True)
 class ControlChannel:
-    """Heartbeats and stop notice of one start of the group. Every call may raise one of UNREACHABLE.
+    """Heartbeats and stop notice of one start of the group. Every call may raise one of UNREACHABLE."""
 
-    Attributes:
-        name: name of the start; each start has a different one.
-    """
-
-    name: str
+    name: str  # name of the start; each start has a different one
 
     def post(self, heartbeat: dict[str, Any]) -> None:
         """Replaces the heartbeat of a worker."""
@@ -115,11 +111,7 @@ class ChannelReader(Watcher):
 
 
 def head() -> Any:
-    """Connection of this process to Ray's head.
-
-    Raises:
-        TimeoutError: no session is connected, as between two sessions.
-    """
+    """Connection of this process to Ray's head."""
     from ray.experimental import internal_kv
 
     client = internal_kv.internal_kv_get_gcs_client()

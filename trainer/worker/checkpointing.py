@@ -66,11 +66,7 @@ class Checkpointing:
         self._task_hashes = hashes if config.auxiliary_tasks else {}
 
     def resume(self) -> int:
-        """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
-
-        Raises:
-            CheckpointError: a checkpoint that is intact on the first worker is damaged or missing on this one.
-        """
+        """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all."""
         folder, train_step = self._run / CHECKPOINTS, self._train_step
         first = train_step.comm.rank == 0
         latest = checkpoint.find_latest(folder, self.identity) if first else None
@@ -118,15 +114,14 @@ class Checkpointing:
         finally:
             self.saver.close()
 
-    def scored(self, step: int, scores: dict[str, float], name: str = "", rows: F64 = _NO_ROWS) -> None:
-        """Passes held-out scores to early stopping, and the values of the reporting rows to the next checkpoint.
-
-        Args:
-            step: step that was validated.
-            scores: the held-out scores.
-            name: the score that is reported; "" for none.
-            rows: values of its reporting rows.
-        """
+    def scored(
+        self,
+        step: int,  # step that was validated
+        scores: dict[str, float],  # the held-out scores
+        name: str = "",  # the score that is reported; "" for none
+        rows: F64 = _NO_ROWS,  # values of its reporting rows
+    ) -> None:
+        """Passes held-out scores to early stopping, and the values of the reporting rows to the next checkpoint."""
         start = [] if self._reported is None else self._reported.start
         if step == 0:
             start = rows.tolist()
@@ -154,24 +149,14 @@ class Checkpointing:
 
     def after_step(
         self,
-        step: int,
-        scores: dict[str, float],
-        stop: bool,
-        before_save: Callable[[], None] = lambda: None,
+        step: int,  # 1-based step that was just taken
+        scores: dict[str, float],  # held-out scores of its weights, if any
+        stop: bool,  # true if this worker has a notice to stop
+        before_save: Callable[[], None] = lambda: None,  # records the step, if that is pending
+        # requests of all workers, if they agreed on them while the step was computed. Scores may change them.
         agreed: Request | None = None,
     ) -> bool:
-        """Saves, reports or stops if any worker requests it; returns whether this was the last step.
-
-        Args:
-            step: 1-based step that was just taken.
-            scores: held-out scores of its weights, if any.
-            stop: true if this worker has a notice to stop.
-            before_save: records the step, if that is pending.
-            agreed: requests of all workers, if they agreed on them while the step was computed. Scores may change them.
-
-        Raises:
-            SaveError: checkpoints cannot be written; on every rank.
-        """
+        """Saves, reports or stops if any worker requests it; returns whether this was the last step."""
         request = Request(0) if agreed is None else agreed
         if agreed is None or scores:  # scores came after the agreement, and may make a checkpoint due
             request |= self._train_step.comm.all_reduce_or(self.requests(step, scores, stop))

@@ -37,22 +37,16 @@ def set_up_torch(scaling: ScalingConfig, precision: str, device: torch.device) -
 
 
 def agree_precision(
-    setting: AnyPrecision, run: Path, device: torch.device, able: bool, comm: Communicator
+    setting: AnyPrecision,  # of the run
+    run: Path,  # folder of the run on this host
+    device: torch.device,  # of this worker
+    able: bool,  # it has units for bfloat16
+    comm: Communicator,  # of all workers
 ) -> AnyPrecision:
     """The precision of all workers, for the setting `precision`.
 
     `auto` is bf16 where the devices of all workers have units for it, else fp32. The first worker records it, and the
     run keeps it: steps in the other precision would have other values.
-
-    Args:
-        setting: of the run.
-        run: folder of the run on this host.
-        device: of this worker.
-        able: it has units for bfloat16.
-        comm: of all workers.
-
-    Raises:
-        DamagedError: as `recorded_device`.
     """
     kept = kept_precision(setting, run) if comm.rank == 0 else setting
     agreed = _PRECISIONS[comm.all_reduce_max(_PRECISIONS.index(kept))]

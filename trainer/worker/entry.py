@@ -76,21 +76,17 @@ class Listener(Watcher):
         self.look()  # posts the last log lines
 
 
-def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
+def train_loop(
+    # `config` (the TrainConfig as JSON), `identity` (see `work`), `device` (of the run), `channel` (name of the control
+    # channel), `began` (begin of the start, Unix time) and `checkpoints` (their folder as Ray Train knows it).
+    settings: dict[str, Any],
+) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
-
-    Args:
-        settings: `config` (the TrainConfig as JSON), `identity` (see `work`), `device` (of the run), `channel` (name
-            of the control channel), `began` (begin of the start, Unix time) and `checkpoints` (their folder as Ray
-            Train knows it).
 
     Returns:
         None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
         or with `early` if the scores no longer improve. Errors that would recur are returned instead of raised, so that
         the group is not started again. Every rank returns them, so that none waits for another.
-
-    Raises:
-        RuntimeError: a worker cannot use its GPU; on every rank.
     """
     if problem := missing_gpu():
         raise RuntimeError(problem)
@@ -135,13 +131,12 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="declutr-reporter", daemon=True)
         self._thread.start()
 
-    def report(self, metrics: Mapping[str, Any], name: str | None = None) -> None:
-        """Reports later, in order; all workers call it.
-
-        Args:
-            metrics: numbers of the checkpoint's step; Ray shows those of the first worker.
-            name: of the checkpoint's folder; None on other workers than the first.
-        """
+    def report(
+        self,
+        metrics: Mapping[str, Any],  # numbers of the checkpoint's step; Ray shows those of the first worker
+        name: str | None = None,  # of the checkpoint's folder; None on other workers than the first
+    ) -> None:
+        """Reports later, in order; all workers call it."""
         checkpoint = None if name is None else Checkpoint(f"{self._folder}/{name}")
         self._reports.put((dict(metrics), checkpoint))
 
@@ -164,24 +159,15 @@ class Reporter:
 
 
 def work(
-    config: TrainConfig,
-    identity: Mapping[str, str],
-    device: torch.device,
-    heartbeat: Heartbeat,
-    began: float,
-    notice: Callable[[], str | None],
-    reporter: Reporter | None = None,
+    config: TrainConfig,  # of the run, as the driver resolved it
+    identity: Mapping[str, str],  # of the driver's plan; every worker compares it with that of what it finds
+    device: torch.device,  # of this worker
+    heartbeat: Heartbeat,  # of this worker; it has its rank and the number of workers
+    began: float,  # begin of the start (Unix time)
+    notice: Callable[[], str | None],  # returns the reason to save and stop, or None
+    reporter: Reporter | None = None,  # reports checkpoints to Ray Train; None: this process trains alone, without Ray
 ) -> dict[str, Any] | None:
     """Trains from the newest checkpoint to the last step, or to an earlier end.
-
-    Args:
-        config: of the run, as the driver resolved it.
-        identity: of the driver's plan; every worker compares it with that of what it finds.
-        device: of this worker.
-        heartbeat: of this worker; it has its rank and the number of workers.
-        began: begin of the start (Unix time).
-        notice: returns the reason to save and stop, or None.
-        reporter: reports checkpoints to Ray Train; None: this process trains alone, without Ray.
 
     Returns:
         As `train_loop`.

@@ -16,43 +16,26 @@ _SILENT_SECONDS = 10.0  # a worker writes every 0.5 to 2 s; after this long it i
 PHASES = (
     *("starting", "fetching", "choosing kernels"),
     *("validating", "saving", "writing", "reporting", "data", "forward", "ended"),
-)
-"""Phases in their order after a step: while a group waits, the worker in the earliest holds it up."""
+)  # Phases in their order after a step: while a group waits, the worker in the earliest holds it up
 
 
 @dataclass
 class Heartbeat:
-    """Progress of one worker, written by its training thread and read by another.
+    """Progress of one worker, written by its training thread and read by another."""
 
-    Attributes:
-        rank: number of the worker.
-        size: number of workers in the group.
-        group: identity of the group; a restarted group has a different one.
-        node: Ray's id of the host.
-        step: last finished step of the run; -1 before the checkpoint is loaded.
-        steps: number of steps that this group has finished.
-        phase: one of `PHASES`; forward lasts to the end of the step.
-        line: newest line of metrics; on the first worker only.
-        logged: newest lines of its log, oldest first.
-        num_logged: total number of its log lines.
-        notice: message about the signal to this worker that stops its group; empty without a signal.
-        host: name of the worker's host.
-        pid: its process.
-    """
-
-    rank: int
-    size: int
-    group: str = ""
-    node: str = ""
-    step: int = -1
-    steps: int = 0
-    phase: str = "starting"
-    line: dict[str, Any] | None = None
-    logged: list[str] = field(default_factory=list)
-    num_logged: int = 0
-    notice: str = ""
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
+    rank: int  # number of the worker
+    size: int  # number of workers in the group
+    group: str = ""  # identity of the group; a restarted group has a different one
+    node: str = ""  # Ray's id of the host
+    step: int = -1  # last finished step of the run; -1 before the checkpoint is loaded
+    steps: int = 0  # number of steps that this group has finished
+    phase: str = "starting"  # one of `PHASES`; forward lasts to the end of the step
+    line: dict[str, Any] | None = None  # newest line of metrics; on the first worker only
+    logged: list[str] = field(default_factory=list)  # newest lines of its log, oldest first
+    num_logged: int = 0  # total number of its log lines
+    notice: str = ""  # message about the signal to this worker that stops its group; empty without a signal
+    host: str = field(default_factory=socket.gethostname)  # name of the worker's host
+    pid: int = field(default_factory=os.getpid)  # its process
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
@@ -92,19 +75,12 @@ class HeartbeatLogHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class Hang:
-    """A worker that holds up its group.
+    """A worker that holds up its group."""
 
-    Attributes:
-        heartbeat: its newest heartbeat.
-        silent_seconds: time since it wrote a heartbeat.
-        still_seconds: time since the group made progress.
-        certain: false if the other workers are at the same place.
-    """
-
-    heartbeat: dict[str, Any]
-    silent_seconds: float
-    still_seconds: float
-    certain: bool
+    heartbeat: dict[str, Any]  # its newest heartbeat
+    silent_seconds: float  # time since it wrote a heartbeat
+    still_seconds: float  # time since the group made progress
+    certain: bool  # false if the other workers are at the same place
 
     def __str__(self) -> str:
         heartbeat, silent = self.heartbeat, self.silent_seconds >= _SILENT_SECONDS
@@ -119,17 +95,11 @@ class Hang:
 
 @dataclass
 class Watchdog:
-    """Compares heartbeats from look to look.
+    """Compares heartbeats from look to look."""
 
-    Attributes:
-        watchdog_timeout_seconds: a group without progress for this long hangs.
-        group: identity of the group that writes now.
-        reached: last finished step that any worker has reported.
-    """
-
-    watchdog_timeout_seconds: float
-    group: str = ""
-    reached: int = -1
+    watchdog_timeout_seconds: float  # a group without progress for this long hangs
+    group: str = ""  # identity of the group that writes now
+    reached: int = -1  # last finished step that any worker has reported
     _written: dict[tuple[str, int], tuple[dict[str, Any], float]] = field(default_factory=dict)
     _progress: tuple[tuple[Any, ...], float] = ((), 0.0)
 

@@ -36,22 +36,14 @@ if TYPE_CHECKING:  # loads Ray, which an estimate does not need
 
 
 def take(train_steps: Sequence[TrainStep], batch: Mapping[str, RankBatch], step: int) -> StepMetrics:
-    """Takes all updates of a step; a bad loss leaves out its own update alone.
-
-    Raises:
-        NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
-    """
+    """Takes all updates of a step; a bad loss leaves out its own update alone."""
     return read(begin(train_steps, batch, step))
 
 
 def begin(
     train_steps: Sequence[TrainStep], batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None
 ) -> list[PendingStep]:
-    """As `take`, but leaves the metrics to be read later, if they may be, and agrees on the workers' requests.
-
-    Raises:
-        NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
-    """
+    """As `take`, but leaves the metrics to be read later, if they may be, and agrees on the workers' requests."""
     pending = []
     for train_step in train_steps:
         pending.append(train_step.begin(batch, step, agreement if train_step is train_steps[-1] else None))
@@ -66,11 +58,7 @@ def _all_late(train_steps: Sequence[TrainStep]) -> bool:
 
 
 def read(pending: Sequence[PendingStep]) -> StepMetrics:
-    """Metrics of all updates of a step: sums of loss and counts; norm, rate and digest by task.
-
-    Raises:
-        NonFiniteLossError: a loss is not finite and may not be skipped.
-    """
+    """Metrics of all updates of a step: sums of loss and counts; norm, rate and digest by task."""
     parts = [step.read() for step in pending]
     *other_parts, main = parts
     if not other_parts:
@@ -96,30 +84,19 @@ def read(pending: Sequence[PendingStep]) -> StepMetrics:
 
 @dataclass
 class TrainingLoop:
-    """One worker's run from its latest checkpoint to the last step.
-
-    Attributes:
-        run: folder of the run.
-        train_steps: one for each update of a step, in their order; the last has the main task.
-        checkpointing: resumes, saves, ends the run.
-        prefetch: builds the prefetcher of this worker's batches after a number of steps.
-        validator: scores the encoder on held-out documents, or None.
-        stop: returns true if this worker has a notice to stop; called after every step.
-        heartbeat: shows step and phase to the driver.
-        began: begin of this start, of the command or after a failure (Unix time of the driver's clock).
-        corpus_rows: the rows of each corpus in a step by the names of their metrics; none of a single corpus.
-    """
+    """One worker's run from its latest checkpoint to the last step."""
 
     config: TrainConfig
-    run: Path
+    run: Path  # folder of the run
     device: torch.device
-    train_steps: Sequence[TrainStep]
-    checkpointing: Checkpointing
-    prefetch: "Callable[[int], Prefetcher]"
-    validator: Validator | None
-    stop: Callable[[], bool]
-    heartbeat: Heartbeat
-    began: float
+    train_steps: Sequence[TrainStep]  # one for each update of a step, in their order; the last has the main task
+    checkpointing: Checkpointing  # resumes, saves, ends the run
+    prefetch: "Callable[[int], Prefetcher]"  # builds the prefetcher of this worker's batches after a number of steps
+    validator: Validator | None  # scores the encoder on held-out documents, or None
+    stop: Callable[[], bool]  # returns true if this worker has a notice to stop; called after every step
+    heartbeat: Heartbeat  # shows step and phase to the driver
+    began: float  # begin of this start, of the command or after a failure (Unix time of the driver's clock)
+    # the rows of each corpus in a step by the names of their metrics; none of a single corpus.
     corpus_rows: Callable[[int], dict[str, float | None]] = lambda _: {}
 
     def train(self) -> int:
@@ -206,12 +183,7 @@ class TrainingLoop:
         return self.train_steps[-1]
 
     def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
-        """Computes and records held-out scores of the weights after a step; empty without a validator.
-
-        Raises:
-            NonFiniteLossError: a loss, gradient or embedding is not finite; on every rank.
-            UsageError: the score that chooses a checkpoint is missing; on every rank.
-        """
+        """Computes and records held-out scores of the weights after a step; empty without a validator."""
         if self.validator is None:
             return {}
         half = self.train_step.tasks[0].autocast if self.device.type == "cuda" else None
@@ -249,11 +221,7 @@ class TrainingLoop:
             metrics.add("start", step, {"start_seconds": seconds, "workers": self.train_step.comm.size})
 
     def refuse_random_weights(self) -> None:
-        """Checks this worker's copy of a pretrained encoder; the driver has checked its own.
-
-        Raises:
-            EncoderError: on every rank, if any rank's copy lacks weights.
-        """
+        """Checks this worker's copy of a pretrained encoder; the driver has checked its own."""
         encoder = self.config.encoder
         needs_head = self.config.objective.mlm and not encoder.new_mlm_head
         problems = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
@@ -267,45 +235,31 @@ class TrainingLoop:
 
 @dataclass
 class Recorder:
-    """Reads and records the metrics of each step, on a GPU while the next step is computed.
+    """Reads and records the metrics of each step, on a GPU while the next step is computed."""
 
-    Attributes:
-        loop: the training loop.
-        first: number of the first step.
-        batches: the prefetcher.
-        metrics: metrics of the run; None on other workers than the first.
-        peak: FLOPs per second of all devices together; None if unknown.
-        event: marks the present end of the device's queue.
-    """
-
-    loop: TrainingLoop
-    first: int
-    batches: "Prefetcher"
-    metrics: MetricsWriter | None
-    peak: float | None
-    event: Callable[[], DeviceEvent]
+    loop: TrainingLoop  # the training loop
+    first: int  # number of the first step
+    batches: "Prefetcher"  # the prefetcher
+    metrics: MetricsWriter | None  # metrics of the run; None on other workers than the first
+    peak: float | None  # FLOPs per second of all devices together; None if unknown
+    event: Callable[[], DeviceEvent]  # marks the present end of the device's queue
 
     def __post_init__(self) -> None:
         """Starts the time of the first record."""
         self._pending: list[PendingStep] = []
         self._began = self.event()
 
-    def add(self, pending: list[PendingStep], ended: DeviceEvent) -> None:
-        """Keeps a step until its metrics are read.
-
-        Args:
-            pending: its updates.
-            ended: their end on the device.
-        """
+    def add(
+        self,
+        pending: list[PendingStep],  # its updates
+        ended: DeviceEvent,  # their end on the device
+    ) -> None:
+        """Keeps a step until its metrics are read."""
         self._pending, self._ended = pending, ended
         self._waited_seconds, self.batches.waited_seconds = self.batches.waited_seconds, 0.0
 
     def flush_pending(self) -> None:
-        """Records the pending step, if there is one.
-
-        Raises:
-            NonFiniteLossError: its loss is not finite and may not be skipped.
-        """
+        """Records the pending step, if there is one."""
         if not self._pending:
             return
         step, measured = self._pending[0].step, read(self._pending)

@@ -38,11 +38,7 @@ Notice = tuple[str, float] | None
 
 
 def aws_notice() -> Notice:
-    """The notice of EC2's instance metadata service, version 2, which needs a session token.
-
-    Raises:
-        OSError: the server does not answer, or answers something else.
-    """
+    """The notice of EC2's instance metadata service, version 2, which needs a session token."""
     root = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254").rstrip("/")
     # A token for each question: none can expire, and a second request every five seconds is far from AWS's limit.
     lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
@@ -78,11 +74,7 @@ CLOUDS = {"aws": aws_notice, "gcp": gcp_notice}
 
 
 def _ask(request: Request) -> bytes:
-    """The body of the answer.
-
-    Raises:
-        OSError: no answer, no HTTP, or a status other than 200 (HTTPError).
-    """
+    """The body of the answer."""
     try:
         with _DIRECT.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             content: bytes = answer.read(_MOST_BYTES)
@@ -92,14 +84,13 @@ def _ask(request: Request) -> bytes:
 
 
 class SpotWatch(Watcher):
-    """Asks the metadata server of `cloud` in a thread while its block runs, until it announces the end of this host.
+    """Asks the metadata server of `cloud` in a thread while its block runs, until it announces the end of this host."""
 
-    Args:
-        cloud: a key of CLOUDS.
-        node: Ray's id of this host.
-    """
-
-    def __init__(self, cloud: Literal["aws", "gcp"], node: str) -> None:
+    def __init__(
+        self,
+        cloud: Literal["aws", "gcp"],  # a key of CLOUDS
+        node: str,  # Ray's id of this host
+    ) -> None:
         super().__init__(_EVERY_SECONDS, "declutr-spot", at_once=True)
         self._cloud, self._node = cloud, node
         self._failures = 0

@@ -48,32 +48,22 @@ from declutr.trainer.train import train
 
 F64 = NDArray[np.float64]
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
-ORDER = CLOSED, TRAINED, BOTH
-"""All candidates, from the cheapest to the dearest."""
-RUN = "run"
-"""Name of the folder of the training, among those of the candidates."""
+ORDER = CLOSED, TRAINED, BOTH  # all candidates, from the cheapest to the dearest
+RUN = "run"  # name of the folder of the training, among those of the candidates
 POWER, SHRINKAGE = 0.25, 0.1
 """Power of the covariance, of which 0.5 whitens completely, and weight of the identity beside it."""
-_PASSAGES = 4
-"""Passages of a document that the covariance is computed from, spread evenly over it."""
+_PASSAGES = 4  # passages of a document that the covariance is computed from, spread evenly over it
 _PASSES = 10  # more were not measured
 """Passes over the training documents, if there is time."""
 _LEAST_STEPS = 20
-_STEP_COST = 3.75
-"""Time of a step relative to the embedding of as many tokens: the backward, and the update."""
-_LOAD_SECONDS = 60.0
-"""Seconds that a start of the training takes beside its steps, with room for a slow machine."""
+_STEP_COST = 3.75  # time of a step relative to the embedding of as many tokens: the backward, and the update
+_LOAD_SECONDS = 60.0  # seconds that a start of the training takes beside its steps, with room for a slow machine
 _BLOCK_DOCUMENTS, _TIMED_PASSAGES = 256, 512
-FOLDS = 5
-"""Parts of a small corpus, each of which is scored by a fit on the others."""
+FOLDS = 5  # parts of a small corpus, each of which is scored by a fit on the others
 
 
 def load_transformer(name: str | Path, trust_remote_code: bool = False) -> TransformerEncoder:
-    """Loads an encoder that can be adapted.
-
-    Raises:
-        EncoderError: it cannot be loaded, or is no transformer.
-    """
+    """Loads an encoder that can be adapted."""
     encoder = load_encoder(str(name), trust_remote_code=trust_remote_code)
     if isinstance(encoder, CutEncoder):
         raise EncoderError(
@@ -86,12 +76,7 @@ def load_transformer(name: str | Path, trust_remote_code: bool = False) -> Trans
 
 
 def load_start(config: AdaptConfig) -> TransformerEncoder:
-    """Loads the encoder to adapt.
-
-    Raises:
-        EncoderError: it cannot be loaded, or is no transformer.
-        UsageError: it reads texts in a way that a training cannot, or fewer tokens than passages have.
-    """
+    """Loads the encoder to adapt."""
     start = load_transformer(config.encoder, config.trust_remote_code)
     if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
         raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
@@ -147,16 +132,11 @@ def prepared_pairs(
 class CandidateBuilder:
     """Makes candidates in a folder; what exists there is kept."""
 
-    config: AdaptConfig
-    """What to adapt."""
-    data: Path
-    """The prepared corpus."""
-    folder: Path
-    """Folder for the candidates."""
-    address: str | None = None
-    """Address of a Ray cluster."""
-    pairs: tuple[Path, int] | None = None
-    """Shards of the pairs that are trained on, and their number of rows."""
+    config: AdaptConfig  # what to adapt
+    data: Path  # the prepared corpus
+    folder: Path  # folder for the candidates
+    address: str | None = None  # address of a Ray cluster
+    pairs: tuple[Path, int] | None = None  # shards of the pairs that are trained on, and their number of rows
 
     def place(self, name: str) -> Path:
         """Folder of a candidate."""
@@ -225,21 +205,16 @@ def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder
 class WithinSums:
     """Sums over documents from which the whitening follows; those of several blocks of documents add up."""
 
-    scatter: F64
-    """`(D, D)` sum over spans of (e - m)(e - m)^T, with m the mean of the span's document."""
-    spans: int
-    """Number of spans."""
-    documents: int
-    """Number of documents."""
+    scatter: F64  # `(D, D)` sum over spans of (e - m)(e - m)^T, with m the mean of the span's document
+    spans: int  # number of spans
+    documents: int  # number of documents
 
     @staticmethod
-    def of(embeddings: NDArray[np.floating], owners: NDArray[np.int64]) -> "WithinSums":
-        """The sums of one block; embeddings are scaled to length 1 first.
-
-        Args:
-            embeddings: `(S, D)` embeddings of spans.
-            owners: `(S,)` number of the document of each span, within the block.
-        """
+    def of(
+        embeddings: NDArray[np.floating],  # `(S, D)` embeddings of spans
+        owners: NDArray[np.int64],  # `(S,)` number of the document of each span, within the block
+    ) -> "WithinSums":
+        """The sums of one block; embeddings are scaled to length 1 first."""
         unit = unit_rows(embeddings.astype(np.float64))  # as they are compared: by cosine
         _, rows, counts = np.unique(owners, return_inverse=True, return_counts=True)
         means = np.zeros((len(counts), unit.shape[1]))
@@ -258,9 +233,6 @@ def whitening(sums: WithinSums) -> F64:
     C is the covariance within documents, scatter / (S - documents), shrunk to the identity and scaled to a mean
     eigenvalue of 1: C = (S / mean + shrinkage * I) / (1 + shrinkage). With a shrinkage above 0 it is invertible for any
     number of documents, also for fewer than D.
-
-    Raises:
-        UsageError: no document has two spans, or the spans of each document have the same embedding.
     """
     degrees = sums.spans - sums.documents
     if degrees < 1:  # a document of one span has no spread
@@ -305,12 +277,7 @@ def passage_ids(
 
 
 def within_sums(encoder: TransformerEncoder, shards: Path, passage_tokens: int = LENGTHS.passage) -> WithinSums:
-    """The sums over all training documents of shards that `prepare` made with the encoder's tokenizer.
-
-    Raises:
-        UsageError: there are no training documents.
-        ShardError: the shards cannot be read.
-    """
+    """The sums over all training documents of shards that `prepare` made with the encoder's tokenizer."""
     split, vocabulary = ShardSet(shards, "train"), vocabulary_of(encoder.tokenizer, document_prompt(encoder))
     if not split.num_documents:
         raise UsageError(f"{shards}: holds no training documents; prepare more documents")

@@ -45,10 +45,8 @@ _OWN |= {"result.json", "lock.json"}
 _WRITTEN = [PAIRS_FILE, REPORT, "result.json", f"{ENCODER}/README.md", "candidates/run/export/README.md"]
 _WRITTEN += ["folds/0/data/plan.json"]
 """Files of every format that documents may have; `prepare` looks for those of the data itself."""
-_ANSWERS = {2: 240, 3: 370}
-"""Different answers of which each half, or each third, has 100 in 99% of the draws."""
-_MOST_READ = 1000
-"""Documents whose lengths are looked at before a preparation."""
+_ANSWERS = {2: 240, 3: 370}  # different answers of which each half, or each third, has 100 in 99% of the draws
+_MOST_READ = 1000  # documents whose lengths are looked at before a preparation
 _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"^prepare: ": "",
     r"set corpus\.format=": "add --format ",
@@ -66,8 +64,7 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"tokenizer\.name = ": "ENCODER ",
     r", or in `prepare` tokenizer\.kind=train": "",
     r"; lower batch_documents or its weight": "",
-}
-"""Patterns in messages of a preparation, and the words of this command for them."""
+}  # Patterns in messages of a preparation, and the words of this command for them
 
 
 def as_options(message: str) -> str:
@@ -97,11 +94,7 @@ def own_words() -> Iterator[None]:
 
 
 def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
-    """Looks for a long document in a small corpus, because a preparation takes a minute to say that there is none.
-
-    Raises:
-        ConfigError: all documents are too short, or none can be read.
-    """
+    """Looks for a long document in a small corpus, because a preparation takes a minute to say that there is none."""
     least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
     units, _ = plan_units(config.corpus, config.unit_mib)
     records = (record for unit in units for record in UnitReader(unit, config.corpus))
@@ -158,16 +151,11 @@ class Inputs(NamedTuple):
     """What the user's own files hold."""
 
     pairs: RetrievalTest | None = None
-    passages: dict[str, list[str]] | None = None
-    """By the text of their document."""
+    passages: dict[str, list[str]] | None = None  # by the text of their document
 
 
 def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
-    """Problems of the user's own files, and what they hold; loads neither torch nor Ray.
-
-    Raises:
-        UsageError: encoder, corpus or output cannot be there; with the problems of the files.
-    """
+    """Problems of the user's own files, and what they hold; loads neither torch nor Ray."""
     places, problems, pairs, passages = [*_place_problems(config, output)], list[str](), None, None
     if config.passages is not None:
         try:
@@ -204,12 +192,7 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
 
 
 def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str]) -> None:
-    """Writes the documents that passages make together, unless the folder has them.
-
-    Raises:
-        UsageError: the folder is of another adaptation, or of other passages.
-        RunLockedError: another command, which may be reading them, works in the folder.
-    """
+    """Writes the documents that passages make together, unless the folder has them."""
     path, lines = output / DOCUMENTS, document_lines(passages)
     stored(config, output)
     if path.is_file() and path.read_bytes() == lines.encode():
@@ -236,11 +219,7 @@ def drop_moved(data: Path, documents: Path) -> None:
 
 
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
-    """What the user's own files hold; documents joined of passages are written to the output folder.
-
-    Raises:
-        UsageError: all problems of encoder, corpus and files that can be found before any work.
-    """
+    """What the user's own files hold; documents joined of passages are written to the output folder."""
     problems, inputs = check_places(config, output)
     if inputs.passages is not None:
         _write_documents(config, output, inputs.passages)

@@ -42,8 +42,7 @@ _SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "adapt.yaml"
 class Lengths:
     """Tokens of passages, and what follows from them."""
 
-    passage: int = 62
-    """Of a passage without special ones."""
+    passage: int = 62  # of a passage without special ones
 
     @property
     def window(self) -> int:
@@ -61,42 +60,33 @@ class Lengths:
         return (1 - (-self.far // self.window)) * self.window
 
 
-LENGTHS = Lengths()
-"""Those of the defaults."""
+LENGTHS = Lengths()  # those of the defaults
 
 
 class AdaptConfig(Strict):
     """Settings of an adaptation."""
 
-    encoder: str
-    """Folder or name of the encoder to start from."""
-    corpus: list[str] = Field(default_factory=list)
-    """Files, folders or globs of documents."""
+    encoder: str  # folder or name of the encoder to start from
+    corpus: list[str] = Field(default_factory=list)  # files, folders or globs of documents
+    # Own passages in place of a corpus, of which `document` names the document: they choose and judge as they are.
     passages: str | None = None
-    """Own passages in place of a corpus, of which `document` names the document: they choose and judge as they are."""
-    format: Choice = "auto"
-    """Format of the corpus, as `corpus.format` of `prepare`."""
-    text_field: list[str] = Field(default=["text"], min_length=1)
-    """Column or columns with the text of a document."""
+    format: Choice = "auto"  # format of the corpus, as `corpus.format` of `prepare`
+    text_field: list[str] = Field(default=["text"], min_length=1)  # column or columns with the text of a document
+    # File with the user's own queries and answers (`declutr evaluate --pairs`); it becomes the primary measure.
     pairs: str | None = None
-    """File with the user's own queries and answers (`declutr evaluate --pairs`); it becomes the primary measure."""
-    train_on_pairs: bool = False
-    """Train on a third of the pairs, too; the others choose and judge."""
-    stsb: str | None = None
-    """Folder of STS-B with sts-test.csv, to measure what was lost in general."""
+    train_on_pairs: bool = False  # train on a third of the pairs, too; the others choose and judge
+    stsb: str | None = None  # folder of STS-B with sts-test.csv, to measure what was lost in general
+    # Tokens of a passage: of those that train, choose and judge.
     passage_tokens: int = Field(default=LENGTHS.passage, ge=30, le=8190)
-    """Tokens of a passage: of those that train, choose and judge."""
+    # Time for everything, also over several starts of the command; it decides the number of training steps.
     minutes: float = Field(default=30, gt=0, le=10_000)
-    """Time for everything, also over several starts of the command; it decides the number of training steps."""
+    # Steps of the training; null: ten passes over the documents, or as many as there is time for. 0: none, so that only
+    # the closed form is tried.
     steps: int | None = Field(default=None, ge=0)
-    """Steps of the training; null: ten passes over the documents, or as many as there is time for. 0: none, so that
-    only the closed form is tried."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the split, the training and the intervals."""
-    private: bool = False
-    """Write no text of the documents to the report."""
+    seed: int = Field(default=0, ge=0, lt=2**63)  # seed of the split, the training and the intervals
+    private: bool = False  # write no text of the documents to the report
+    # Run Python code that comes with the encoder. Only for encoders you trust.
     trust_remote_code: bool = Field(default=False, strict=True)
-    """Run Python code that comes with the encoder. Only for encoders you trust."""
 
     @model_validator(mode="after")
     def _check_documents(self) -> "AdaptConfig":
@@ -112,11 +102,7 @@ class AdaptConfig(Strict):
         return Lengths(self.passage_tokens)
 
     def located(self) -> "AdaptConfig":
-        """The settings with absolute paths, because workers run in other folders.
-
-        Raises:
-            UsageError: a path that cannot exist.
-        """
+        """The settings with absolute paths, because workers run in other folders."""
 
         def absolute(path: str | None) -> str | None:
             return path and str(expand(path).absolute())
@@ -164,25 +150,16 @@ class AdaptConfig(Strict):
 
     def train_config(
         self,
-        data: Path,
-        run: Path,
-        steps: int,
-        pooling: str,
-        prompts: tuple[str, str],
-        address: str | None = None,
+        data: Path,  # the prepared corpus
+        run: Path,  # folder of the run
+        steps: int,  # number of optimizer steps
+        pooling: str,  # of the encoder
+        prompts: tuple[str, str],  # before queries, and before all other spans
+        address: str | None = None,  # of a Ray cluster
+        # shards of the user's pairs and their number of rows, which each step trains on, too.
         pairs: tuple[Path, int] | None = None,
     ) -> TrainConfig:
-        """A training: one anchor a document, with a positive far from it, or as short as a query, beside its answer.
-
-        Args:
-            data: the prepared corpus.
-            run: folder of the run.
-            steps: number of optimizer steps.
-            pooling: of the encoder.
-            prompts: before queries, and before all other spans.
-            address: of a Ray cluster.
-            pairs: shards of the user's pairs and their number of rows, which each step trains on, too.
-        """
+        """A training: one anchor a document, with a positive far from it, or as short as a query, beside its answer."""
         file = read_yaml_file(_SETTINGS)["train"]
         names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
         encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code}
@@ -221,14 +198,10 @@ class State(Strict):
     model_config = ConfigDict(frozen=False)  # it changes during an adaptation, and is written at each change
 
     config: AdaptConfig
-    start: str | None = None
-    """Fingerprint of the start."""
-    seconds: float = 0.0
-    """Time used by all starts until the last change."""
-    steps: int | None = None
-    """Steps of the training, once they are decided."""
-    looks: list[str] = Field(default_factory=list)
-    """Looks at the test."""
+    start: str | None = None  # Fingerprint of the start
+    seconds: float = 0.0  # time used by all starts until the last change
+    steps: int | None = None  # steps of the training, once they are decided
+    looks: list[str] = Field(default_factory=list)  # looks at the test
     _path: Path = PrivateAttr()
     _began: float = PrivateAttr(default_factory=time.monotonic)
 
@@ -243,11 +216,7 @@ class State(Strict):
         return max(0.0, 60 * self.config.minutes - self.seconds_used)
 
     def check(self, start: str) -> None:
-        """Compares the fingerprint of the start with that of earlier starts of the command.
-
-        Raises:
-            UsageError: an earlier start of the same adaptation had another one.
-        """
+        """Compares the fingerprint of the start with that of earlier starts of the command."""
         if self.start not in (None, start):
             raise UsageError(
                 f"--output {self._path.parent}: the encoder has changed since this adaptation began; name another "
@@ -268,11 +237,7 @@ class State(Strict):
 
 
 def stored(config: AdaptConfig, output: Path) -> State:
-    """The state of the folder, new or of an earlier start of the same adaptation.
-
-    Raises:
-        UsageError: the folder is of another adaptation, or its file is damaged.
-    """
+    """The state of the folder, new or of an earlier start of the same adaptation."""
     path = output / STATE
     try:
         state = State.model_validate_json(path.read_bytes()) if path.is_file() else State(config=config)

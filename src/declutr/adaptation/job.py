@@ -74,8 +74,7 @@ from declutr.trainer.model.language_model import prompt_ids
 
 _START, _START_IDF = "start", f"start + {IDF}"
 T = TypeVar("T")
-Rows = dict[tuple[str, Kind], Values]
-"""Values by name and kind of the row, the start's first."""
+Rows = dict[tuple[str, Kind], Values]  # values by name and kind of the row, the start's first
 _FITS = "; five fits, each on four fifths of the documents, were judged"
 _KEPT_FIT = ", and the encoder is one fit on all of them"
 

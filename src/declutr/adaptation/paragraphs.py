@@ -24,22 +24,17 @@ _QUERY_WORDS = range(4, 41)
 _ANSWER_WORDS = 20  # at least
 _PER_DOCUMENT = 4
 T = TypeVar("T")
-Pair = tuple[str, str]
-"""A query and its answer."""
+Pair = tuple[str, str]  # A query and its answer
 
 
 @dataclass(frozen=True)
 class Paragraphs:
     """Queries of the documents of a split, and the texts that they search."""
 
-    queries: list[str]
-    """`S` questions, or first sentences of paragraphs; all different."""
-    answers: list[str]
-    """`S` texts behind them, all different before they are cut to the length of a passage."""
-    owners: NDArray[np.int64]
-    """`(S,)` number of the document of each pair, ascending."""
-    num_documents: int
-    """n."""
+    queries: list[str]  # `S` questions, or first sentences of paragraphs; all different
+    answers: list[str]  # `S` texts behind them, all different before they are cut to the length of a passage
+    owners: NDArray[np.int64]  # `(S,)` number of the document of each pair, ascending
+    num_documents: int  # n
 
     def recall(self, scores: NDArray[np.float32]) -> NDArray[np.float64]:
         """`(n, 2)` queries of each document that find their answer first among all answers, and queries of it.

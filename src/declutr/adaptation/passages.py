@@ -107,22 +107,14 @@ _MOST_WORDS, _MOST_HEADINGS = 20, 8  # words of a heading; headings of a documen
 class Passages:
     """Passages of the documents of a split, and the headings that belong to the documents."""
 
-    texts: list[str]
-    """`P` passages, by document."""
-    ids: list[list[int]]
-    """`P` lists of token ids, special ones included."""
-    owners: NDArray[np.int64]
-    """`(P,)` number of the document of each, ascending."""
-    starts: NDArray[np.int64]
-    """`(P,)` token of its document at which each starts."""
-    ends: NDArray[np.int64]
-    """`(P,)` token behind the last of each."""
-    queries: list[str]
-    """Q headings; no passage contains them."""
-    targets: NDArray[np.int64]
-    """`(Q,)` number of the document of each heading."""
-    num_documents: int
-    """N."""
+    texts: list[str]  # `P` passages, by document
+    ids: list[list[int]]  # `P` lists of token ids, special ones included
+    owners: NDArray[np.int64]  # `(P,)` number of the document of each, ascending
+    starts: NDArray[np.int64]  # `(P,)` token of its document at which each starts
+    ends: NDArray[np.int64]  # `(P,)` token behind the last of each
+    queries: list[str]  # Q headings; no passage contains them
+    targets: NDArray[np.int64]  # `(Q,)` number of the document of each heading
+    num_documents: int  # N
 
     def apart(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether at least 96 tokens are between two passages of a document; nearer ones share words."""
@@ -173,23 +165,17 @@ class Passages:
 
 
 def make_passages(
-    documents: Sequence[str],
-    tokenizer: Any,
-    prompt: str = "",
-    lengths: Lengths = LENGTHS,
+    documents: Sequence[str],  # their texts
+    tokenizer: Any,  # of transformers
+    prompt: str = "",  # text before each passage, whose tokens are further ones
+    lengths: Lengths = LENGTHS,  # tokens of passages; those of `own` are cut to this length
+    # passages by the text of their document, which keep their headings; None: documents are cut.
     own: Mapping[str, Sequence[str]] | None = None,
 ) -> Passages:
     """Takes at most 8 passages of each document, spread evenly, after its headings were taken out.
 
     Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
     those of several documents, such as "Introduction", and those of one word are left out.
-
-    Args:
-        documents: their texts.
-        tokenizer: of transformers.
-        prompt: text before each passage, whose tokens are further ones.
-        lengths: tokens of passages; those of `own` are cut to this length.
-        own: passages by the text of their document, which keep their headings; None: documents are cut.
     """
     parts = [_headings(text) if own is None else ([], text) for text in documents]
     # a set: a heading that one document repeats still names it alone
@@ -227,8 +213,7 @@ def make_passages(
     return Passages(texts, ids, *at, queries, np.array(targets, np.int64), number)
 
 
-Piece = tuple[int, list[int], str]
-"""First token in its document, tokens, and text."""
+Piece = tuple[int, list[int], str]  # first token in its document, tokens, and text
 
 
 def _cut(engine: Tokenizer, body: str, lengths: Lengths) -> list[Piece]:

@@ -28,13 +28,11 @@ Kind = Literal["start", "baseline", "candidate", "hybrid"]
 class Row:
     """One row of the table."""
 
+    # Name of the start, the baseline or the candidate; a hybrid adds the score of words that `declutr index` adds.
     name: str
-    """Name of the start, the baseline or the candidate; a hybrid adds the score of words that `declutr index` adds."""
     kind: Kind
-    scores: dict[str, float]
-    """Scores on test documents, by measure."""
-    differences: dict[str, Comparison]
-    """Differences to the start, by measure."""
+    scores: dict[str, float]  # scores on test documents, by measure
+    differences: dict[str, Comparison]  # differences to the start, by measure
 
     @staticmethod
     def of(name: str, kind: Kind, start: Values, values: Values, seed: int, min_rows: int = MIN_ROWS) -> "Row":
@@ -73,42 +71,28 @@ _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 class SearchExample(NamedTuple):
     """A passage whose nearest other passage changed."""
 
-    passage: str
-    """The text that searches."""
-    before: tuple[str, bool]
-    """The nearest passage to the start's embedding, and whether it is of the same document."""
-    after: tuple[str, bool]
-    """The same for the adapted encoder."""
+    passage: str  # the text that searches
+    before: tuple[str, bool]  # the nearest passage to the start's embedding, and whether it is of the same document
+    after: tuple[str, bool]  # the same for the adapted encoder
 
 
 @dataclass(frozen=True)
 class Result:
     """All that `declutr adapt` found."""
 
-    verdict: Verdict
-    """Verdict on the chosen candidate."""
-    sentence: str
-    """The verdict in words."""
-    chosen: str
-    """Name of the candidate."""
-    primary: str
-    """The measure that decided, named before."""
-    rows: list[Row]
-    """The table."""
-    general: str
-    """What was lost in general, in words."""
-    stsb: Comparison | None
-    """Difference on STS-B's test set, if it was given."""
-    looks: int
-    """Looks at these test documents, this one included."""
-    encoder: Path | None
-    """Folder of the adapted encoder; None if it is not better."""
-    examples: list[SearchExample] = field(default_factory=list)
-    """Passages whose nearest passage changed."""
+    verdict: Verdict  # verdict on the chosen candidate
+    sentence: str  # the verdict in words
+    chosen: str  # name of the candidate
+    primary: str  # the measure that decided, named before
+    rows: list[Row]  # the table
+    general: str  # what was lost in general, in words
+    stsb: Comparison | None  # difference on STS-B's test set, if it was given
+    looks: int  # looks at these test documents, this one included
+    encoder: Path | None  # folder of the adapted encoder; None if it is not better
+    examples: list[SearchExample] = field(default_factory=list)  # passages whose nearest passage changed
+    # Numbers of documents, of those trained on, of steps and seconds.
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers of documents, of those trained on, of steps and seconds."""
-    folded: bool = False
-    """Whether five fits were judged, each on the documents that it left out."""
+    folded: bool = False  # whether five fits were judged, each on the documents that it left out
 
     @property
     def measures(self) -> list[str]:

@@ -37,22 +37,16 @@ Cosines = tuple[F32, F32, F32]
 
 @dataclass(frozen=True)
 class TestSet:
-    """Passages, headings and pairs on which a split is scored.
+    """Passages, headings and pairs on which a split is scored."""
 
-    Attributes:
-        passages: of its documents.
-        pairs: all of the user's pairs, if there are any.
-        own: numbers of the queries of this split.
-        paragraphs: sentences that search, and what they search.
-        recalls: `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it,
-            because their queries search the same texts.
-    """
-
-    passages: Passages
-    pairs: RetrievalTest | None = None
+    passages: Passages  # of its documents
+    pairs: RetrievalTest | None = None  # all of the user's pairs, if there are any
+    # numbers of the queries of this split.
     own: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    # `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it, because their
+    # queries search the same texts.
     recalls: dict[str, list[F64]] = field(default_factory=dict)
-    paragraphs: Paragraphs = NO_PARAGRAPHS
+    paragraphs: Paragraphs = NO_PARAGRAPHS  # sentences that search, and what they search
     _embedded: dict[str, tuple[F32, ...]] = field(default_factory=dict)
 
     def num_rows(self, measure: str) -> int:
@@ -155,8 +149,7 @@ def merged(parts: Sequence[Values]) -> Values:
     return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
 
 
-MIN_FOLDED = 60
-"""Documents of an interval where each is scored by a fit without it (calibrated in tests/adaptation)."""
+MIN_FOLDED = 60  # documents of an interval where each is scored by a fit without it (calibrated in tests/adaptation)
 
 
 def compared(before: Values, after: Values, seed: int, min_rows: int = MIN_ROWS) -> dict[str, Comparison]:
@@ -199,12 +192,9 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str) -
 class Verdict:
     """Comparison of a candidate with the start on test rows."""
 
-    outcome: Outcome
-    """The verdict."""
-    comparison: Comparison
-    """Start and candidate by the primary measure."""
-    min_rows: int = MIN_ROWS
-    """Rows that an interval needs."""
+    outcome: Outcome  # the verdict
+    comparison: Comparison  # start and candidate by the primary measure
+    min_rows: int = MIN_ROWS  # rows that an interval needs
 
     @property
     def rows_needed(self) -> int | None:
@@ -214,13 +204,12 @@ class Verdict:
             return None
         return max(self.min_rows, round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2))
 
-    def sentence(self, rows: str, least_tokens: int = 0) -> str:
-        """The verdict with its figures.
-
-        Args:
-            rows: what the rows are, such as documents.
-            least_tokens: of a document that counts; 0: any does.
-        """
+    def sentence(
+        self,
+        rows: str,  # what the rows are, such as documents
+        least_tokens: int = 0,  # of a document that counts; 0: any does
+    ) -> str:
+        """The verdict with its figures."""
         comparison = self.comparison
         if comparison.interval is None:
             long = f" of {least_tokens} tokens or more" if least_tokens else ""

@@ -27,8 +27,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the encoder"},
     "config": {"help": "YAML file with a `train` section"},
     "overrides": {"nargs": "*", "metavar": "key=value", "help": "settings of the `train` section to change"},
-}
-"""Arguments of several commands."""
+}  # arguments of several commands
 
 
 class Parser(PlainParser):

@@ -172,11 +172,7 @@ def _parser() -> Parser:
 
 
 def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
-    """Load an encoder as the options say.
-
-    Raises:
-        EncoderError: it cannot be loaded, or an option has no effect on it.
-    """
+    """Load an encoder as the options say."""
     from declutr.encoders.loading import load_encoder
 
     return load_encoder(

@@ -17,16 +17,14 @@ from declutr.common import seeding
 F64 = NDArray[np.float64]
 Statistic = Callable[[F64], float]
 
-MIN_ROWS = 100
-"""With fewer rows there is no interval: its ends would depend on a few rows."""
+MIN_ROWS = 100  # with fewer rows there is no interval: its ends would depend on a few rows
 MIN_CHANGED = 6
 """With fewer rows that differ, a mean is not measurably higher. If chance gives each difference its sign, n of one sign
 have the probability 2 * 0.5^n, and 6 are the first below 5% (0.03); the bootstrap excludes 0 from 4 on (0.13)."""
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
 _DRAWS = 50  # made at once
-_CACHED_ROWS = 2_000
-"""Most rows whose draws stay in memory, 32 MB."""
+_CACHED_ROWS = 2_000  # most rows whose draws stay in memory, 32 MB
 
 
 def mean(values: F64) -> float:
@@ -91,16 +89,11 @@ def _mean_above(values: F64, weights: F64) -> F64:
 class Comparison:
     """Scores of two encoders on the same rows."""
 
-    before: float
-    """Score of the first encoder; NaN without rows."""
-    after: float
-    """Score of the second encoder; NaN without rows."""
-    rows: int
-    """Number of rows with both values."""
-    interval: tuple[float, float] | None
-    """95% interval of the difference; None with too few rows."""
-    changed: int | None = None
-    """Number of rows whose two values differ, if the score is their mean or share."""
+    before: float  # score of the first encoder; NaN without rows
+    after: float  # score of the second encoder; NaN without rows
+    rows: int  # number of rows with both values
+    interval: tuple[float, float] | None  # 95% interval of the difference; None with too few rows
+    changed: int | None = None  # number of rows whose two values differ, if the score is their mean or share
 
     @property
     def difference(self) -> float:
@@ -135,9 +128,6 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean, min
 
     A row with a value that is missing (NaN) on either side is left out on both. A difference of means is not measurable
     if fewer than `MIN_CHANGED` rows differ, whatever the interval. With fewer than `min_rows` there is no interval.
-
-    Raises:
-        ValueError: the two do not have the same rows.
     """
     before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if before.shape != after.shape:

@@ -27,14 +27,12 @@ def started_cluster() -> str | None:
     return address if address and cluster_problem("", address) is None else None
 
 
-def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str | None:
-    """An error message if the cluster does not answer.
-
-    Args:
-        name: name of the setting.
-        address: its value; only HOST:PORT, with or without ray://, can be checked.
-        wait_seconds: time for a lost head node to come back; 0 means a single attempt.
-    """
+def cluster_problem(
+    name: str,  # name of the setting
+    address: str,  # its value; only HOST:PORT, with or without ray://, can be checked
+    wait_seconds: float = 0.0,  # time for a lost head node to come back; 0 means a single attempt
+) -> str | None:
+    """An error message if the cluster does not answer."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return None

@@ -50,11 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def find_config(name: str) -> Path:
-    """Path of a config file: as given, or next to the code, as `ray submit` runs scripts from the home folder.
-
-    Raises:
-        ConfigError: neither place has the file.
-    """
+    """Path of a config file: as given, or next to the code, as `ray submit` runs scripts from the home folder."""
     config_path = Path(name)
     candidates = list(dict.fromkeys((config_path.absolute(), Path(__file__).resolve().parent.parent / config_path)))
     for candidate in candidates:
@@ -86,9 +82,6 @@ def load_config(
 
     A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only, or
     in a dictionary.
-
-    Raises:
-        ConfigError: with every problem of the file, the overrides and the values.
     """
     withdrawn: list[str] = []
     if isinstance(overrides, str):

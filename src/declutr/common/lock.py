@@ -42,13 +42,10 @@ class Holder(msgspec.Struct, frozen=True):
 
     host: str
     pid: int
-    began: str | None
-    """Start time of the process, in clock ticks since its host booted."""
-    processes: str
-    """Namespace of its pid."""
+    began: str | None  # start time of the process, in clock ticks since its host booted
+    processes: str  # Namespace of its pid
     since: str
-    token: str
-    """Random identifier of this command."""
+    token: str  # random identifier of this command
 
 
 class RunLock(Watcher):
@@ -59,9 +56,6 @@ class RunLock(Watcher):
         lost: called from a thread when another command has taken over the lock because this process was suspended for
             more than a minute.
         beat_seconds: time between two heartbeats.
-
-    Raises:
-        RunLockedError: on entering, if a running command holds the lock.
     """
 
     _ADVICE = "wait for it, stop it, or name another folder"
@@ -105,9 +99,6 @@ class RunLock(Watcher):
 
         A heartbeat more than a minute ahead of the storage's clock is ignored, because a running holder would have
         renewed it.
-
-        Raises:
-            RunLockedError: the holder runs.
         """
         if (holder := self._read()) is None:
             return
@@ -171,10 +162,6 @@ class StoreLock(RunLock):
         lost: called from a thread when another command has taken over the address, because this one could not renew
             its lock for more than a minute.
         beat_seconds: time between two heartbeats.
-
-    Raises:
-        RunLockedError: on entering, a running command holds the address, or others start at the same time.
-        RemoteError: on entering, the store refuses or does not answer.
     """
 
     _ADVICE = "wait until it ends (a minute if its host is gone), or name another address"
@@ -235,11 +222,7 @@ class StoreLock(RunLock):
 
 
 def refuse_held(run: Path) -> None:
-    """Refuses a run folder that a running command holds; takes no lock.
-
-    Raises:
-        RunLockedError: as `RunLock`.
-    """
+    """Refuses a run folder that a running command holds; takes no lock."""
     with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
         RunLock(run, lambda: None)._refuse()
 

@@ -14,12 +14,7 @@ _NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
 
 
 def expand(path: str) -> Path:
-    """Expands `~` and `$VARIABLES` in a user's path; a path that exists as written is not changed.
-
-    Raises:
-        UsageError: the path is empty, starts like a Windows path or an address with one slash, or names an unknown
-            variable or user.
-    """
+    """Expands `~` and `$VARIABLES` in a user's path; a path that exists as written is not changed."""
     if not path.strip():
         raise UsageError("an empty path; name a file or a folder")
     if "\0" in path:

@@ -63,13 +63,11 @@ def relay() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with(parent: int, kernel: bool = sys.platform == "linux") -> None:
-    """Lets this process be killed when its parent has ended.
-
-    Args:
-        parent: process id of the parent.
-        kernel: true if the kernel can do that; otherwise a thread looks every second.
-    """
+def end_with(
+    parent: int,  # process id of the parent
+    kernel: bool = sys.platform == "linux",  # true if the kernel can do that; otherwise a thread looks every second
+) -> None:
+    """Lets this process be killed when its parent has ended."""
 
     def watch() -> None:
         while not kernel and os.getppid() == parent:

@@ -51,16 +51,14 @@ def philox(key: int, counters: tuple[U64, U64, U64, U64]) -> U32:
     return drawn
 
 
-def blocks(seed: int, purpose: str, major: U64, minor: U64, index: U64) -> U32:
-    """Four uniform 32-bit words for each position, `(n, 4)`: row i depends on (seed, purpose, position i) alone.
-
-    Args:
-        seed: the run's seed.
-        purpose: what the draws are for, for example "spans".
-        major: `(n,)` 64-bit positions, for example document keys.
-        minor: `(n,)` positions below 2**32, for example epochs.
-        index: `(n,)` positions below 2**32, for example token numbers.
-    """
+def blocks(
+    seed: int,  # the run's seed
+    purpose: str,  # what the draws are for, for example "spans"
+    major: U64,  # `(n,)` 64-bit positions, for example document keys
+    minor: U64,  # `(n,)` positions below 2**32, for example epochs
+    index: U64,  # `(n,)` positions below 2**32, for example token numbers
+) -> U32:
+    """Four uniform 32-bit words for each position, `(n, 4)`: row i depends on (seed, purpose, position i) alone."""
     return philox(key_for(seed, purpose), (index, minor, major & _LOW, major >> _SHIFT))
 
 

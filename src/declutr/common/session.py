@@ -25,8 +25,7 @@ import psutil
 import ray
 from ray.util.annotations import RayDeprecationWarning
 
-_started_here = False
-"""True if `start_ray` started this process's session on this machine."""
+_started_here = False  # True if `start_ray` started this process's session on this machine
 _SHORT_FOLDER = "/tmp/ray"  # Ray's default if TMPDIR is not set
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
 _SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.1")
@@ -40,10 +39,6 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
 
     A local session has `num_cpus` CPUs, or all of this machine. A lost cluster has `wait_seconds` to come back. The
     signal handlers of this process stay as they are.
-
-    Raises:
-        ConfigError: no cluster answers there.
-        SessionError: no session could be started on this machine.
     """
     if _started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()

@@ -20,8 +20,7 @@ import msgspec
 
 from declutr.common.errors import AlteredError, DamagedError
 
-LISTING = ".files.json"
-"""Name of the list of a folder's files, in the folder."""
+LISTING = ".files.json"  # name of the list of a folder's files, in the folder
 _DRIVE = re.compile(r"[A-Za-z]:")  # a folder of another disk on Windows
 
 Record = TypeVar("Record")
@@ -51,17 +50,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty temporary sibling folder of `path`; it takes the name `path` only if the block succeeds.
-
-    Args:
-        path: final name of the folder.
-        replace: replaces an existing folder of that name when the new one is whole. A kill between the two renames
-            leaves the old one as a hidden sibling, which the next call restores.
-
-    Raises:
-        FileExistsError: `path` exists and `replace` is False.
-    """
+def atomic_folder(
+    path: Path,  # final name of the folder
+    # replaces an existing folder of that name when the new one is whole. A kill between the two renames leaves the old
+    # one as a hidden sibling, which the next call restores.
+    replace: bool = False,
+) -> Iterator[Path]:
+    """Yields an empty temporary sibling folder of `path`; it takes the name `path` only if the block succeeds."""
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already")
     aside, before = path.with_name(f".{path.name}.{os.getpid()}.tmp"), _before(path)
@@ -107,11 +102,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_regular(path: Path, max_bytes: int = -1) -> bytes:
-    """Reads a file, at most the first `max_bytes` bytes.
-
-    Raises:
-        OSError: it cannot be read, or is a pipe or a device, whose reading may never end.
-    """
+    """Reads a file, at most the first `max_bytes` bytes."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
     with os.fdopen(handle, "rb") as stream:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -120,12 +111,7 @@ def read_regular(path: Path, max_bytes: int = -1) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        ValueError: the file is not JSON.
-        OSError: the file cannot be read.
-    """
+    """Reads a JSON file."""
     try:
         return json.loads(read_regular(path).decode())  # json would guess UTF-16 and UTF-32 from bytes
     except RecursionError as error:
@@ -154,21 +140,12 @@ def hash_json(value: Any) -> str:
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
-    """Reads a JSON file whose content has the type `kind`; keys that a struct does not have are ignored.
-
-    Raises:
-        DamagedError: the content is empty, cut off, or of another type.
-        OSError: the file is missing or cannot be read.
-    """
+    """Reads a JSON file whose content has the type `kind`; keys that a struct does not have are ignored."""
     return decode_record(read_regular(path), kind, str(path))
 
 
 def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
-    """Like `read_record`, for bytes that were read from the place `name`.
-
-    Raises:
-        DamagedError: as `read_record`.
-    """
+    """Like `read_record`, for bytes that were read from the place `name`."""
     if not raw.strip():
         raise DamagedError(f"{name} is damaged: it is empty")
     try:
@@ -185,8 +162,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_bytes: int
 
 
-Files = dict[str, FileRecord]
-"""Files of a folder, by name from its address."""
+Files = dict[str, FileRecord]  # files of a folder, by name from its address
 
 
 class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,11 +175,7 @@ def encoded(files: Files) -> bytes:
 
 
 def decoded(raw: bytes, where: str) -> Files:
-    """Decodes a list.
-
-    Raises:
-        AlteredError: the content is not such a list, or it names a file that must not be written here.
-    """
+    """Decodes a list."""
     try:
         files = msgspec.json.decode(raw, type=_Listing).files
     except msgspec.DecodeError as error:
@@ -213,12 +185,7 @@ def decoded(raw: bytes, where: str) -> Files:
 
 
 def refuse_names(names: Iterable[str], where: str) -> None:
-    """Checks names (folders separated by `/`) before any of them is written as a file.
-
-    Raises:
-        AlteredError: a name leads out of its folder on some system, has an empty part or control characters, or uses
-            another file as a folder.
-    """
+    """Checks names (folders separated by `/`) before any of them is written as a file."""
     files = set(names)
     for name in sorted(files):
         parts = name.split("/")

@@ -13,10 +13,8 @@ import yaml
 from declutr.common.storage import read_regular
 
 MAX_BYTES = 2**17  # which take two seconds
-MAX_VALUES = 20_000
-"""Largest number of keys and values in a document, aliases expanded."""
-MAX_DEPTH = 64
-"""Largest number of mappings and lists in each other."""
+MAX_VALUES = 20_000  # largest number of keys and values in a document, aliases expanded
+MAX_DEPTH = 64  # largest number of mappings and lists in each other
 _MAX_BITS = 1024  # more than a float has; Python refuses to print numbers of 4,300 digits
 
 
@@ -81,11 +79,7 @@ _Strict.add_constructor("tag:yaml.org,2002:map", _Strict.construct_unique)
 
 
 def read_yaml(text: str) -> Any:
-    """Reads a YAML document of plain data with at most `MAX_VALUES` values; refuses tags, repeated keys and loops.
-
-    Raises:
-        YamlError: the text is not exactly one such document.
-    """
+    """Reads a YAML document of plain data with at most `MAX_VALUES` values; refuses tags, repeated keys and loops."""
     if len(text) > MAX_BYTES:
         raise YamlError(f"is longer than {MAX_BYTES:,} characters")
     try:
@@ -107,12 +101,7 @@ def read_yaml(text: str) -> Any:
 
 
 def read_yaml_file(path: Path) -> Any:
-    """Like `read_yaml`, for a file in UTF-8.
-
-    Raises:
-        YamlError: as `read_yaml`, or the file is not UTF-8 or too long.
-        OSError: the file cannot be read.
-    """
+    """Like `read_yaml`, for a file in UTF-8."""
     raw = read_regular(path, MAX_BYTES + 1)  # one more tells a longer file
     if len(raw) > MAX_BYTES:
         raise YamlError(f"is longer than {MAX_BYTES:,} bytes")
@@ -124,11 +113,7 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def _refuse_large(node: yaml.Node) -> None:
-    """Counts the values of a document, aliases expanded.
-
-    Raises:
-        YamlError: the document has too many values, as it has if a node contains itself.
-    """
+    """Counts the values of a document, aliases expanded."""
     waiting, total = [node], 0
     while waiting:
         node, total = waiting.pop(), total + 1

@@ -9,11 +9,7 @@ INDEX = "index.json"
 
 
 def check_index(folder: Path, others: Sequence[str] = ()) -> None:
-    """Checks that a folder holds an index; `others` are arguments behind it.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Checks that a folder holds an index; `others` are arguments behind it."""
     if (folder / INDEX).is_file():
         return
     what, file = "is not an index", "EMBEDDINGS"
@@ -28,11 +24,7 @@ def check_index(folder: Path, others: Sequence[str] = ()) -> None:
 
 
 def check_embeddings(file: Path) -> None:
-    """Checks that a file exists.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Checks that a file exists."""
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "no such file"
         raise UsageError(f"{file}: {what}; name a file of embeddings: declutr embed MODEL INPUT --output FILE.parquet")

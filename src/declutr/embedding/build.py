@@ -56,8 +56,7 @@ class Built(NamedTuple):
     """A new index."""
 
     facts: IndexFacts
-    choice: WeightChoice | None
-    """The weight of the words that pairs have chosen."""
+    choice: WeightChoice | None  # the weight of the words that pairs have chosen
 
 
 def index(
@@ -260,8 +259,7 @@ def _write_texts(
 
 PLANE_ROWS = 5_000  # so that a map takes seconds
 """Texts that fit the plane; all are placed on it."""
-SHARE = b"share of the variance"
-"""Key of the file's metadata: the share of the variance within the plane, in [0, 1]."""
+SHARE = b"share of the variance"  # key of the file's metadata: the share of the variance within the plane, in [0, 1]
 _LEAST_SHARE = 1e-12  # of the largest eigenvalue
 
 

@@ -43,12 +43,9 @@ class Hybrid(Strict):
     """Words of an index, and how much they count."""
 
     kind: LexicalKind
-    weight: float = Field(ge=0, le=100, allow_inf_nan=False)
-    """Factor of the lexical score; the cosine has factor 1."""
-    words: int
-    """Number of different words."""
-    chosen_on: int | None = None
-    """Queries on which the weight was chosen; None if it was given."""
+    weight: float = Field(ge=0, le=100, allow_inf_nan=False)  # factor of the lexical score; the cosine has factor 1
+    words: int  # number of different words
+    chosen_on: int | None = None  # queries on which the weight was chosen; None if it was given
 
 
 class IndexFacts(Coverage):
@@ -57,20 +54,15 @@ class IndexFacts(Coverage):
     version: Literal[5] = 5
     kind: Literal["exact"] = "exact"  # an index with graphs, which had "graph", is refused by its value
     rows: int
-    choice: EncoderChoice
-    """The encoder that made the embeddings."""
+    choice: EncoderChoice  # the encoder that made the embeddings
     shape: Shape
     size: int
     fingerprint: str
-    files: dict[str, str]
-    """SHA-256 of each file."""
-    dtype: VectorType = "float32"
-    """Type of the stored vectors."""
-    recall: float | None = None
-    """Of earlier versions, which measured what int8 finds; not read."""
+    files: dict[str, str]  # SHA-256 of each file
+    dtype: VectorType = "float32"  # type of the stored vectors
+    recall: float | None = None  # of earlier versions, which measured what int8 finds; not read
     hybrid: Hybrid | None = None
-    passages: bool = False
-    """A row is a passage of a text, not a text."""
+    passages: bool = False  # A row is a passage of a text, not a text
 
 
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
@@ -87,21 +79,15 @@ def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
 class Hit(Stored):
     """A text that was found."""
 
-    score: float
-    """Cosine, plus weight times lexical score in a hybrid index."""
-    cosine: float
-    """In [-1, 1]."""
-    lexical: float | None
-    """In [0, 1]; None in an index without words."""
+    score: float  # cosine, plus weight times lexical score in a hybrid index
+    cosine: float  # in [-1, 1]
+    lexical: float | None  # in [0, 1]; None in an index without words
 
 
 class SearchIndex:
     """Index in a folder; opening it runs no code from the folder, and altered files are refused.
 
     `facts` are given while the index is being built; otherwise they are read and the files are compared with them.
-
-    Raises:
-        UsageError: the folder holds no index, or one that is incomplete, altered, or of another version.
     """
 
     def __init__(self, folder: Path, facts: IndexFacts | None = None) -> None:
@@ -115,11 +101,7 @@ class SearchIndex:
         """Weight of the words; 0 without words."""
 
     def check(self, encoder: SentenceEncoder) -> None:
-        """Check that an encoder made this index.
-
-        Raises:
-            UsageError: another encoder made the index.
-        """
+        """Check that an encoder made this index."""
         size = min(encoder.size, self.facts.shape.dimensions or encoder.size)
         # Vectors of another encoder of that size fit, and mean nothing.
         if encoder.fingerprint != self.facts.fingerprint or size != self.facts.size:
@@ -142,11 +124,7 @@ class SearchIndex:
         return vector
 
     def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:
-        """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, the words of a query; best first.
-
-        Raises:
-            UsageError: the vector is null, and no text has a word of the query.
-        """
+        """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, the words of a query; best first."""
         has_words = bool(vector.any())
         if self._words is None and not has_words:
             raise UsageError(NO_WORD)

@@ -50,14 +50,12 @@ from declutr.encoders.protocol import (
 )
 from declutr.pipeline.job.units import Unit
 
-SMALL_MIB = 16
-"""Input below which this process embeds, because Ray's start would take longer than it saves."""
+SMALL_MIB = 16  # input below which this process embeds, because Ray's start would take longer than it saves
 _MIB = 2**20
 _LOCK = ".lock"
 _CONTINUE = ". Finished units are kept; run the same command to continue"
 _CPUS_PER_WORKER = 4
-_RESTARTS = 10
-"""Most deaths of workers in a command; an input that crashes a library would otherwise be tried for ever."""
+_RESTARTS = 10  # most deaths of workers in a command; an input that crashes a library would otherwise be tried for ever
 
 
 def embed(
@@ -216,11 +214,7 @@ def _remove_leftovers(folder: Path, output: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path, output: Path) -> Iterator[None]:
-    """Lock the folder of the parts for this command, until it or its process ends.
-
-    Raises:
-        UsageError: another command holds the lock.
-    """
+    """Lock the folder of the parts for this command, until it or its process ends."""
     path = folder / _LOCK
     with path.open("w") as stream:
         try:
@@ -328,9 +322,6 @@ def _embed_on_ray(
 
     Every worker loads the encoder by its name, and refuses another than `encoder`. `report` is called with numbers of
     newly embedded texts and newly read input bytes.
-
-    Raises:
-        UsageError: no session can be started, a unit cannot be embedded, or workers keep dying.
     """
     from declutr.common.session import start_ray
 

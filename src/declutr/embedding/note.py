@@ -26,19 +26,13 @@ class Note(Coverage):
     """Origin of a file of embeddings, stored next to it as OUT.json."""
 
     config: EmbedConfig
-    fingerprint: str
-    """Fingerprint of the encoder and its treatment of long texts."""
-    precision: Precision
-    """Precision of the computation."""
-    size: int
-    """Numbers in an embedding of the file."""
+    fingerprint: str  # Fingerprint of the encoder and its treatment of long texts
+    precision: Precision  # precision of the computation
+    size: int  # numbers in an embedding of the file
     rows: int
-    skipped: dict[str, int]
-    """Skipped records that could not be read, by reason."""
-    job: str
-    """SHA-256 of inputs, encoder and settings."""
-    num_bytes: int
-    """Size of the file of embeddings."""
+    skipped: dict[str, int]  # skipped records that could not be read, by reason
+    job: str  # SHA-256 of inputs, encoder and settings
+    num_bytes: int  # size of the file of embeddings
 
 
 def note_path(output: Path) -> Path:
@@ -74,11 +68,7 @@ def _is_note(path: Path) -> bool:
 
 
 def read_note(output: Path) -> Note:
-    """Read the note of a file of embeddings.
-
-    Raises:
-        UsageError: the note is missing, or was written for another file.
-    """
+    """Read the note of a file of embeddings."""
     check_embeddings(output)
     path = note_path(output)
     if output.suffix == ".json" and output.with_suffix("").is_file():
@@ -99,11 +89,7 @@ def read_note(output: Path) -> Note:
 
 
 def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
-    """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read.
-
-    Raises:
-        UsageError: the file is cut off, altered, or of another shape or type.
-    """
+    """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read."""
     try:
         vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     # NumPy parses the header as a Python literal, so a damaged one raises any of these
@@ -120,11 +106,7 @@ def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
 
 
 def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
-    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
-
-    Raises:
-        UsageError: a number is not finite, or the file has other embeddings than its note says.
-    """
+    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file."""
     start = 0
     for chunk in _stored(embeddings, note):
         if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):

@@ -36,14 +36,10 @@ _BLOCK_CHARACTERS = 1_000_000  # whose tokens fit in memory
 class Passage:
     """A part of a text."""
 
-    start: int
-    """First character."""
-    end: int
-    """Character behind the last."""
-    line: int
-    """Line of the text in which it starts, from 1."""
-    heading: str
-    """Headings above it, from the outermost, joined by ` > `; empty if none were asked for or none fit."""
+    start: int  # first character
+    end: int  # character behind the last
+    line: int  # line of the text in which it starts, from 1
+    heading: str  # headings above it, from the outermost, joined by ` > `; empty if none were asked for or none fit
 
     def of(self, text: str) -> str:
         """The words to embed: the headings, and behind them the part of its text."""
@@ -52,17 +48,13 @@ class Passage:
 
 
 class Cutter:
-    """Cuts texts to passages of at most the tokens that an encoder reads.
+    """Cuts texts to passages of at most the tokens that an encoder reads."""
 
-    Args:
-        encoder: whose window a passage fits.
-        headings: put the headings above a passage before it, in at most a quarter of the window.
-
-    Raises:
-        UsageError: the encoder has no tokenizer.
-    """
-
-    def __init__(self, encoder: SentenceEncoder, headings: bool = False) -> None:
+    def __init__(
+        self,
+        encoder: SentenceEncoder,  # whose window a passage fits
+        headings: bool = False,  # put the headings above a passage before it, in at most a quarter of the window
+    ) -> None:
         window: Window | None = getattr(getattr(encoder, "whole", encoder), "window", None)
         if window is None:  # words alone
             raise UsageError(f"--passages: {encoder.name} has no tokenizer and reads a text of any length; omit it")

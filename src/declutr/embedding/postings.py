@@ -46,11 +46,7 @@ def _write(path: Path, schema: pa.Schema, columns: list[pa.Array]) -> None:
 
 
 class StoredWords:
-    """Words of an index of that many rows.
-
-    Raises:
-        UsageError: a file is cut off, altered, or names texts that the index does not have.
-    """
+    """Words of an index of that many rows."""
 
     def __init__(self, folder: Path, rows: int, kind: LexicalKind) -> None:
         self._rows, self._kind = rows, kind

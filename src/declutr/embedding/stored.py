@@ -16,8 +16,7 @@ from declutr.embedding.units import CHUNK_ROWS, VectorType
 
 SCHEMA = pa.schema(
     {"record": pa.int64(), "text": pa.large_string(), "id": pa.string(), "source": pa.string(), "number": pa.int64()}
-)
-"""Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
+)  # columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`.
 PASSAGE_SCHEMA = pa.schema([*SCHEMA, ("line", pa.int64()), ("heading", pa.string())])
 """The same for an index of passages."""
 
@@ -27,30 +26,21 @@ class Stored:
     """One text of an index."""
 
     row: int
-    record: int
-    """Number of the record in the inputs, those that were skipped included."""
-    id: str | None
-    """None if the embeddings have no ids."""
+    record: int  # number of the record in the inputs, those that were skipped included
+    id: str | None  # None if the embeddings have no ids
     source: str
-    number: int | None
-    """Number of the record in its file, from 1; None if the source is a field."""
-    text: str
-    """The text, or the passage."""
+    number: int | None  # number of the record in its file, from 1; None if the source is a field
+    text: str  # the text, or the passage
+    # Line of the text at which the passage starts, from 1; None for a whole text, as the next one.
     line: int | None = None
-    """Line of the text at which the passage starts, from 1; None for a whole text, as the next one."""
-    heading: str | None = None
-    """Headings above the passage."""
+    heading: str | None = None  # headings above the passage
 
 
 _MOST_ALLOCATED_BYTES = 2**24  # a mapped batch that is not compressed allocates nothing
 
 
 class StoredTexts:
-    """Memory-mapped file of texts.
-
-    Raises:
-        UsageError: the file is cut off, altered, or holds something else.
-    """
+    """Memory-mapped file of texts."""
 
     def __init__(self, path: Path, rows: int, passages: bool = False) -> None:
         self._path, self._checked = path, dict[int, pa.RecordBatch]()
@@ -70,11 +60,7 @@ class StoredTexts:
             raise wrong_file(self._path, f"not {rows:,} rows of {', '.join(schema.names)}")
 
     def at(self, row: int) -> Stored:
-        """Text of a row.
-
-        Raises:
-            UsageError: the part of the file with this row is altered.
-        """
+        """Text of a row."""
         batch, place = divmod(row, CHUNK_ROWS)
         values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
         # an altered file may have nulls
@@ -89,11 +75,7 @@ class StoredTexts:
                 yield f"{heading}\n{text or ''}" if heading else text or ""
 
     def first_rows(self) -> NDArray[np.int64]:
-        """`(documents,)` first row of each document.
-
-        Raises:
-            UsageError: numbers of documents are missing or altered, or the rows of one do not follow each other.
-        """
+        """`(documents,)` first row of each document."""
         columns = [np.empty(0, np.int64)]
         for number in range(self._file.num_record_batches):
             column = self._file.get_batch(number).column("record")
@@ -129,9 +111,6 @@ class StoredVectors:
     """Mapped vectors `(rows, size)` of an .npy file: float32 of length 1, or int8, of which the direction counts.
 
     int8 vectors are compared with queries that are not rounded, so a search computes their cosines to float32.
-
-    Raises:
-        UsageError: the file is cut off, altered, or of another shape or type, or a number is not finite.
     """
 
     def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:

@@ -45,59 +45,45 @@ from declutr.pipeline.readers.corpus import (
 )
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 
-VectorType = Literal["float32", "int8"]
-"""Type of the vectors of an index."""
+VectorType = Literal["float32", "int8"]  # type of the vectors of an index
 
 
 class Shape(Strict):
     """Postprocessing of an embedding, in this order: truncate, normalise, round."""
 
+    # Keep only the first numbers, this many. They have length 1 again only with `normalise`.
     dimensions: int | None = Field(default=None, ge=1)
-    """Keep only the first numbers, this many. They have length 1 again only with `normalise`."""
-    normalise: bool = False
-    """Divide by the Euclidean length; a null vector stays null."""
+    normalise: bool = False  # Divide by the Euclidean length; a null vector stays null
+    # int8: scaled so that the number of largest magnitude is 127, then rounded; only the direction is kept.
     dtype: Literal["float32", "float16", "int8"] = "float32"
-    """int8: scaled so that the number of largest magnitude is 127, then rounded; only the direction is kept."""
 
 
 class EmbedConfig(Strict):
     """Settings of one job."""
 
     choice: EncoderChoice
-    inputs: list[str] = Field(min_length=1)
-    """Files, folders and globs, as `prepare` takes them."""
-    output: Path
-    """.npy: `(texts, size)`. .parquet: columns row, id if requested, embedding."""
-    text_field: TextField = "text"
-    """Key or column of the text, or several, as `prepare` takes them."""
-    id_field: str | None = None
-    """Key or column of a text that identifies each row, written next to its embedding."""
-    format: Choice = "auto"
-    """Format of the inputs; auto detects it from name and content."""
+    inputs: list[str] = Field(min_length=1)  # files, folders and globs, as `prepare` takes them
+    output: Path  # .npy: `(texts, size)`. .parquet: columns row, id if requested, embedding.
+    text_field: TextField = "text"  # key or column of the text, or several, as `prepare` takes them
+    id_field: str | None = None  # key or column of a text that identifies each row, written next to its embedding
+    format: Choice = "auto"  # format of the inputs; auto detects it from name and content
     shape: Shape = Shape()
+    # A row for each passage that the encoder reads whole, instead of one for the beginning of a text.
     passages: bool = False
-    """A row for each passage that the encoder reads whole, instead of one for the beginning of a text."""
-    headings: bool = False
-    """Put the headings above a passage before it."""
-    skip_bad: bool = False
-    """Skip and count records that cannot be read; otherwise the first such record stops the job."""
+    headings: bool = False  # put the headings above a passage before it
+    skip_bad: bool = False  # skip and count records that cannot be read; otherwise the first such record stops the job
+    # Input per unit of work in MiB; if not set, 1, and more for inputs above 4,096 units.
     unit_mib: float | None = Field(default=None, gt=0)
-    """Input per unit of work in MiB; if not set, 1, and more for inputs above 4,096 units."""
+    # Ray workers; 0 uses this process. If not set: this process for small inputs, else all GPUs, else all CPUs.
     workers: int | None = Field(default=None, ge=0)
-    """Ray workers; 0 uses this process. If not set: this process for small inputs, else all GPUs, else all CPUs."""
 
 
 _MAX_UNITS = 4096
-CHUNK_ROWS = 4096
-"""Embeddings that are read at once."""
+CHUNK_ROWS = 4096  # embeddings that are read at once
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
-    """Plan the units of the inputs, with the states of their files.
-
-    Raises:
-        UsageError: every problem that can be found before any work.
-    """
+    """Plan the units of the inputs, with the states of their files."""
     problems = []
     if config.output.suffix not in (".npy", ".parquet"):
         problems.append(f"--output {config.output}: must end in .npy or .parquet")
@@ -133,11 +119,7 @@ _FIELDLESS = ("text", "text_file", "wet", "document")
 
 
 def check_records(config: EmbedConfig, units: list[Unit]) -> None:
-    """Check that inputs have the field of the ids, and that the first record of each JSONL file can be embedded.
-
-    Raises:
-        UsageError: they do not, or cannot.
-    """
+    """Check that inputs have the field of the ids, and that the first record of each JSONL file can be embedded."""
     kinds = SUFFIXES | dict.fromkeys(DOCUMENT_SUFFIXES, "document")
     starts = [(unit, part) for unit in units for part in unit.parts if not part.start]
     for unit, part in starts:
@@ -180,13 +162,10 @@ _WINDOW_CHARACTERS = 8_000_000  # 8,192 long texts may not fit in memory
 class Coverage(Strict):
     """Tokens of the texts and of the parts that were read, without special ones; 0 if the encoder reads any length."""
 
-    texts_cut: int = 0
-    """Texts, or passages, that were longer than the encoder reads."""
-    tokens: int = 0
-    """Tokens of all texts, in passages with their headings."""
+    texts_cut: int = 0  # texts, or passages, that were longer than the encoder reads
+    tokens: int = 0  # tokens of all texts, in passages with their headings
     tokens_read: int = 0
-    texts_empty: int = 0
-    """Texts without a visible character."""
+    texts_empty: int = 0  # texts without a visible character
 
     def sentence(self) -> str:
         """The share that was read; empty if nothing was cut."""
@@ -200,15 +179,11 @@ class EmbeddingSidecar(Coverage):
     """Counts of a unit's records."""
 
     unit: str
-    identity: str
-    """SHA-256 of the unit's input and the job's settings."""
-    read: int
-    """Records read, including those that could not be parsed."""
+    identity: str  # SHA-256 of the unit's input and the job's settings
+    read: int  # records read, including those that could not be parsed
     written: int
-    num_bytes: int
-    """Size of the file of embeddings."""
-    skipped: dict[str, int]
-    """Records that could not be read, by reason."""
+    num_bytes: int  # size of the file of embeddings
+    skipped: dict[str, int]  # records that could not be read, by reason
 
 
 def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
@@ -240,9 +215,6 @@ def embed_unit(
     """Embed one unit to the folder of the parts. The bytes depend only on the unit, the encoder and the settings.
 
     `report` is called with the numbers of newly embedded texts and newly read input bytes.
-
-    Raises:
-        UsageError: a record cannot be read and is not to be skipped, or an embedding is not finite.
     """
     schema = part_schema(encoder.size, config)
     cutter = Cutter(encoder, config.headings) if config.passages else None
@@ -346,8 +318,7 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
         return np.ascontiguousarray(kept, dtype=shape.dtype)
 
 
-Keyed = tuple[Record, str | None]
-"""A record with its id; a failure if either cannot be read."""
+Keyed = tuple[Record, str | None]  # A record with its id; a failure if either cannot be read
 
 
 def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterator[Keyed]:

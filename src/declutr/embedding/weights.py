@@ -22,23 +22,15 @@ CHOOSING = "ndcg@10"
 class WeightChoice:
     """A weight chosen on pairs."""
 
-    weight: float
-    """The one with the highest mean nDCG@10 on the development queries; of equal ones the lowest."""
-    development: int
-    """Number of queries that chose it."""
+    weight: float  # the one with the highest mean nDCG@10 on the development queries; of equal ones the lowest
+    development: int  # number of queries that chose it
+    # `(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone.
     values: Mapping[str, F64]
-    """`(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone."""
-    answers: NDArray[np.int64]
-    """`(Q,)` number of the answers of each of the other queries."""
+    answers: NDArray[np.int64]  # `(Q,)` number of the answers of each of the other queries
 
 
 def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> WeightChoice:
-    """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts.
-
-    Raises:
-        DataError: the file cannot be used, or names a text or an id that the index does not have.
-        UsageError: the encoder did not make the index.
-    """
+    """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts."""
     from declutr.evaluation.retrieval.compare import MEASURES, SEED  # loads torch, as two more below
 
     index.check(encoder)

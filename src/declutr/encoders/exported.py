@@ -34,18 +34,12 @@ from declutr.trainer.model.behind import ModuleFiles
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
-_WINDOW_TOKENS = 256
-"""Tokens of a passage for an encoder that reads texts of any length."""
-_BATCH_TOKENS = 256
-"""Most tokens of a batch, padding included: its activations stay in the processor's cache."""
+_WINDOW_TOKENS = 256  # tokens of a passage for an encoder that reads texts of any length
+_BATCH_TOKENS = 256  # most tokens of a batch, padding included: its activations stay in the processor's cache
 
 
 def session_of(graph: bytes | Path) -> Any:
-    """Session of onnxruntime, which computes with one thread.
-
-    Raises:
-        EncoderError: onnxruntime is not installed, or refuses the graph.
-    """
+    """Session of onnxruntime, which computes with one thread."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -63,11 +57,7 @@ def session_of(graph: bytes | Path) -> Any:
 
 
 class OnnxEncoder:
-    """Encoder of a folder with a graph, its tokenizer and its settings.
-
-    Raises:
-        EncoderError: a file is missing or damaged, or onnxruntime is not installed.
-    """
+    """Encoder of a folder with a graph, its tokenizer and its settings."""
 
     role: Role | None = None
 
@@ -174,11 +164,7 @@ _CHUNK_TEXTS = 8192
 
 
 class StaticEncoder:
-    """Encoder of a folder with a table, its tokenizer, and a normalisation or none.
-
-    Raises:
-        EncoderError: a file is missing or damaged, or other modules follow the table.
-    """
+    """Encoder of a folder with a table, its tokenizer, and a normalisation or none."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)

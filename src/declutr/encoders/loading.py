@@ -57,40 +57,26 @@ _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of paddin
 
 
 def load_encoder(
+    # an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or name of
+    # transformers or sentence-transformers; a folder of `declutr export`; `hashed-words:SIZE`; `untrained:NAME`, the
+    # encoder NAME with random weights. `hashed-words@SEED:SIZE` and `untrained@SEED:NAME` draw with another seed.
     name: str | PathLike[str],
-    pooling: Pooling | None = None,
-    device: str | None = None,
+    pooling: Pooling | None = None,  # None: the encoder's own, else mean
+    device: str | None = None,  # None: a GPU if there is one
     *,
-    max_tokens: int | None = None,
-    long_texts: LongTexts = "cut",
+    max_tokens: int | None = None,  # maximum tokens of one input; None, or more than the encoder's limit: that limit
+    long_texts: LongTexts = "cut",  # cut longer inputs, or read them in windows
+    # run Python code that comes with a model. Only for models you trust; no file can grant this.
     trust_remote_code: bool = False,
+    # of the transformer's matrix products. auto: bf16 on a GPU or a CPU that has units for it, else fp32.
     precision: AnyPrecision = "auto",
+    # put the encoder's prompt for queries or for documents before every text. None: only a default prompt. `in_role` of
+    # the result changes it.
     role: Role | None = None,
-    query_prompt: str | None = None,
-    document_prompt: str | None = None,
+    query_prompt: str | None = None,  # text before every query, instead of the encoder's own
+    document_prompt: str | None = None,  # text before every text to be searched, instead of the encoder's own
 ) -> SentenceEncoder:
-    """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`.
-
-    Args:
-        name: an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or
-            name of transformers or sentence-transformers; a folder of `declutr export`; `hashed-words:SIZE`;
-            `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and `untrained@SEED:NAME`
-            draw with another seed.
-        pooling: None: the encoder's own, else mean.
-        device: None: a GPU if there is one.
-        max_tokens: maximum tokens of one input; None, or more than the encoder's limit: that limit.
-        long_texts: cut longer inputs, or read them in windows.
-        trust_remote_code: run Python code that comes with a model. Only for models you trust; no file can grant this.
-        role: put the encoder's prompt for queries or for documents before every text. None: only a default prompt.
-            `in_role` of the result changes it.
-        query_prompt: text before every query, instead of the encoder's own.
-        document_prompt: text before every text to be searched, instead of the encoder's own.
-        precision: of the transformer's matrix products. auto: bf16 on a GPU or a CPU that has units for it, else fp32.
-
-    Raises:
-        EncoderError: the encoder cannot be loaded, a weight is missing or left over, or the encoder declares something
-            that cannot be computed exactly here.
-    """
+    """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`."""
     name = str(name)
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise EncoderError(f"trust_remote_code = {trust_remote_code!r}: must be True or False")
@@ -208,9 +194,6 @@ def _load_exported(path: Path, options: str) -> SentenceEncoder | None:
     """The encoder of a folder of `declutr export`; None if the folder is another.
 
     `options` are those that the export has fixed, as they were given.
-
-    Raises:
-        EncoderError: it is damaged, or an option asks for what the export has fixed.
     """
     kind: type[OnnxEncoder | StaticEncoder] = OnnxEncoder
     if not (path / ONNX_SETTINGS).is_file():
@@ -234,9 +217,6 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
     """Load the encoder of an index, which may come from somebody else: the hub is not asked for a name in it.
 
     `model` is the user's name of the encoder, which replaces the index's.
-
-    Raises:
-        EncoderError: the encoder cannot be loaded.
     """
     options = choice.model_dump(exclude={"model", "trust_remote_code"})  # a file from somebody else grants no trust
     why = f"the index that names it may come from someone else; if you trust it: --model {choice.model}"

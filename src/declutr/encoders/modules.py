@@ -27,16 +27,14 @@ _POOLING = ("word_embedding_dimension", "embedding_dimension", "pooling_mode", "
 _OPTIONS = {
     **dict.fromkeys(("__version__", "model_type", "prompts", "default_prompt_name", "truncate_dim"), ()),
     "similarity_fn_name": (None, "cosine"),  # embeddings are compared by their cosine here
-}
-"""Keys of config_sentence_transformers.json that are read, and the values of others with which nothing differs."""
+}  # keys of config_sentence_transformers.json that are read, and the values of others with which nothing differs
 _TRANSFORMER = {
     **dict.fromkeys(("max_seq_length", "do_lower_case", "unpad_inputs"), ()),
     "transformer_task": ("feature-extraction",),
     "model_args": ({}, {"add_pooling_layer": False}),  # no pooler is loaded, whatever the file says
     "module_output_name": ("token_embeddings",),
     "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
-}
-"""The same for sentence_bert_config.json."""
+}  # the same for sentence_bert_config.json
 _MOST_MODULES = 32
 _MOST_NUMBER = 2**24  # of tokens or numbers of an embedding
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -48,30 +46,20 @@ class Recipe:
 
     subfolder: str
     pooling: Pooling
-    after: nn.Sequential
-    """Dense layers and normalisation, in order."""
-    size: int | None
-    """Numbers in an embedding; None: the transformer's."""
-    cut: int | None = None
-    """Numbers to which embeddings are cut (truncate_dim); None: all."""
-    max_tokens: int | None = None
-    """Length to which texts are cut; None: the transformer's limit."""
+    after: nn.Sequential  # dense layers and normalisation, in order
+    size: int | None  # numbers in an embedding; None: the transformer's
+    cut: int | None = None  # numbers to which embeddings are cut (truncate_dim); None: all
+    max_tokens: int | None = None  # length to which texts are cut; None: the transformer's limit
     lower_case: bool = False
     prompt: str = ""
-    prompts: dict[str, str] = field(default_factory=dict)
-    """All prompts by name, of which `prompt` is the default one."""
-    pools_prompt: bool = True
-    """The tokens of a prompt are among those that are pooled."""
+    prompts: dict[str, str] = field(default_factory=dict)  # all prompts by name, of which `prompt` is the default one
+    pools_prompt: bool = True  # the tokens of a prompt are among those that are pooled
 
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
     """Read the recipe of a folder, or of a name at the Hugging Face hub; None if it has no modules.json.
 
     `pooling` overrides the declared pooling.
-
-    Raises:
-        EncoderError: a module, a pooling or an option is not supported, a file is damaged or missing, or a lookup
-            failed.
     """
     files = ModuleFiles(partial(file_of, name))
     try:

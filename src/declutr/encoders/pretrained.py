@@ -203,12 +203,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
 
 
 def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encoder:
-    """Build the encoder without asking the hub for the name in `encoder.pretrained`.
-
-    Raises:
-        DamagedError: it has many more weights than the checkpoint's file.
-        EncoderError: its files are neither in a folder nor in the hub's cache.
-    """
+    """Build the encoder without asking the hub for the name in `encoder.pretrained`."""
     name = config.encoder.pretrained
     try:
         with cache_only("the run that names it may come from someone else"):
@@ -225,12 +220,7 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
 
 
 def _tokenizer_of(path: Path, data: str) -> Any:
-    """Load the tokenizer of a checkpoint: the run's copy, else that of its shards in a folder.
-
-    Raises:
-        EncoderError: neither folder is on this machine.
-        OSError, ValueError: the tokenizer cannot be read.
-    """
+    """Load the tokenizer of a checkpoint: the run's copy, else that of its shards in a folder."""
     run = path.parent.parent
     folder = run / TOKENIZER
     if not folder.is_dir() and is_remote(data):
@@ -259,10 +249,6 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
 
     `report` is the `output_loading_info` of `from_pretrained`. The unused parts are returned with their numbers of
     weights.
-
-    Raises:
-        EncoderError: a weight of the encoder is missing or has another shape, or the file has weights inside the
-            encoder's own parts (a layer more than `config.json` declares).
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     own = {child for child, _ in model.named_children()} - {_POOLER}

@@ -44,10 +44,8 @@ class SentenceEncoder(Protocol):
 class Window:
     """What an encoder reads of a text."""
 
-    engine: "Tokenizer"
-    """Its tokenizer, which cuts nothing."""
-    tokens: int
-    """Most tokens of a text, without special ones and those of a prompt."""
+    engine: "Tokenizer"  # its tokenizer, which cuts nothing
+    tokens: int  # most tokens of a text, without special ones and those of a prompt
 
 
 def encode_counted(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -70,16 +68,11 @@ def token_counts(rows: Sequence["Encoding"], engine: "Tokenizer") -> list[tuple[
 
 
 _SHOWN_CHARACTERS = 40
-MOST_PROMPT = 16_384
-"""Most characters that may be put before every text."""
+MOST_PROMPT = 16_384  # most characters that may be put before every text
 
 
 def texts_of(texts: Sequence[str]) -> list[str]:
-    """The texts of `encode` as a list.
-
-    Raises:
-        TypeError: one text instead of several, whose letters would each be a text, or an item that is no text.
-    """
+    """The texts of `encode` as a list."""
     if isinstance(texts, str):
         raise TypeError("encode takes a list of texts: write encode([text])")
     listed = list(texts)
@@ -112,11 +105,7 @@ def in_role(encoder: SentenceEncoder, role: Role) -> SentenceEncoder:
 
 
 def check_prompts(name: str, prompts: Mapping[str, str]) -> None:
-    """Checks the lengths of prompts.
-
-    Raises:
-        EncoderError: one has more than 16,384 characters.
-    """
+    """Checks the lengths of prompts."""
     for prompt in prompts.values():
         if len(prompt) > MOST_PROMPT:
             raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
@@ -147,11 +136,7 @@ _MOST_NUMBERS = 65_536
 
 
 def baseline(name: str) -> tuple[str, int, str] | None:
-    """Kind, seed, and size or name of `hashed-words@SEED:SIZE` or `untrained@SEED:NAME`; None for all other names.
-
-    Raises:
-        EncoderError: the size is not a whole number from 1 to 65,536.
-    """
+    """Kind, seed, and size or name of `hashed-words@SEED:SIZE` or `untrained@SEED:NAME`; None for all other names."""
     if (match := _BASELINE.fullmatch(name)) is None:
         return None
     kind, seed, rest = match[1], int(match[2] or 0), match[3]
@@ -213,11 +198,7 @@ def no_encoder(folder: Path) -> str | None:
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """Path of a file in a folder or at the hub; None if the encoder has no such file.
-
-    Raises:
-        EncoderError: there is no such folder, and the hub has no such encoder or cannot be asked.
-    """
+    """Path of a file in a folder or at the hub; None if the encoder has no such file."""
     # imported here because they take a second, and most commands name a folder
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
@@ -264,11 +245,7 @@ def unloadable(name: str) -> str | None:
 
 
 def check_vocabulary(name: str, vocabulary: Mapping[str, int], rows: int, special: Collection[str]) -> None:
-    """Compares ids by token, those of special ones included, with the rows of the table that they are looked up in.
-
-    Raises:
-        EncoderError: an id is beyond the table, or there are special tokens alone.
-    """
+    """Compares ids by token, those of special ones included, with the rows of the table that they are looked up in."""
     if not vocabulary.keys() - {*special}:
         raise EncoderError(
             f"{name}: the vocabulary of its tokenizer is empty, so all texts are equal to it; copy the files of the "
@@ -289,26 +266,23 @@ LongTexts = Literal["cut", "windows"]
 class EncoderChoice(Strict):
     """Encoder and its treatment of long texts."""
 
-    model: str
-    """Name as `load_encoder` takes it."""
-    pooling: Pooling | None = None
-    """Pooling that overrides the encoder's own."""
+    model: str  # name as `load_encoder` takes it
+    pooling: Pooling | None = None  # pooling that overrides the encoder's own
+    # Maximum tokens of one input, including special tokens; the encoder's own limit if not set.
     max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of one input, including special tokens; the encoder's own limit if not set."""
-    long_texts: LongTexts = "cut"
-    """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
+    long_texts: LongTexts = "cut"  # treatment of longer texts: cut them, or read them in windows and average by tokens
+    # Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999) and on a CPU
+    # with AMX (at least 0.9999), else fp32.
     precision: AnyPrecision = "auto"
-    """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999) and on a CPU
-    with AMX (at least 0.9999), else fp32."""
+    # Use of the texts, which decides the encoder's prompt before them: query, or document (texts to be searched).
     role: Role | None = None
-    """Use of the texts, which decides the encoder's prompt before them: query, or document (texts to be searched)."""
+    # Text before every query, instead of the encoder's own.
     query_prompt: str | None = Field(default=None, max_length=MOST_PROMPT)
-    """Text before every query, instead of the encoder's own."""
+    # Text before every text to be searched, instead of the encoder's own.
     document_prompt: str | None = Field(default=None, max_length=MOST_PROMPT)
-    """Text before every text to be searched, instead of the encoder's own."""
+    # Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
+    # reading it back grants nothing.
     trust_remote_code: bool = Field(default=False, strict=True)
-    """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
-    reading it back grants nothing."""
 
 
 @dataclass
@@ -335,11 +309,7 @@ class CutEncoder:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """The sizes of an option, ascending: whole numbers from 1, separated by commas; none for `none`.
-
-    Raises:
-        EncoderError: one is something else, or occurs twice.
-    """
+    """The sizes of an option, ascending: whole numbers from 1, separated by commas; none for `none`."""
     if text.strip() == "none":
         return ()
     words = [word.strip() for word in text.split(",")]
@@ -356,9 +326,6 @@ def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[i
     """The smaller sizes at which an encoder is scored, ascending.
 
     `sizes` are the user's; None: those that `matryoshka_dimensions` of its config.json declares, if any.
-
-    Raises:
-        EncoderError: an embedding is not larger than a wanted size, or the declaration is no list of sizes.
     """
     if sizes is not None:
         if large := [size for size in sizes if size >= encoder.size]:

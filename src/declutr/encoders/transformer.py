@@ -35,39 +35,30 @@ class TransformerEncoder:
     """Encoder with its tokenizer."""
 
     name: str
-    encoder: Encoder
-    """Encoder in evaluation mode."""
+    encoder: Encoder  # encoder in evaluation mode
     tokenizer: Any
-    max_tokens: int
-    """Maximum tokens of one input, including special tokens."""
+    max_tokens: int  # Maximum tokens of one input, including special tokens
+    # Treatment of longer inputs. cut: only their beginning is used. windows: they are read in consecutive windows w of
+    # max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without special tokens; if the encoder
+    # ends in a normalisation, the result is normalised too.
     long_texts: LongTexts = "cut"
-    """Treatment of longer inputs. cut: only their beginning is used. windows: they are read in consecutive windows w of
-    max_tokens, and e(x) = sum_w n_w e(w) / sum_w n_w with n_w the tokens of w without special tokens; if the encoder
-    ends in a normalisation, the result is normalised too."""
-    after: nn.Sequential = field(default_factory=nn.Sequential)
-    """Steps after pooling: dense layers, normalisation."""
-    prompt: str = ""
-    """Text put before every text."""
-    embedding_size: int | None = None
-    """Numbers in an embedding; None: the transformer's hidden size."""
+    after: nn.Sequential = field(default_factory=nn.Sequential)  # steps after pooling: dense layers, normalisation
+    prompt: str = ""  # text put before every text
+    embedding_size: int | None = None  # numbers in an embedding; None: the transformer's hidden size
+    # Parts of its files that do not affect an embedding (heads), with their numbers of weights.
     unused: tuple[str, ...] = ()
-    """Parts of its files that do not affect an embedding (heads), with their numbers of weights."""
+    # bf16: the transformer's matrix products are computed in bfloat16, on a CPU the whole transformer. Pooling and the
+    # steps after it stay in float32.
     precision: Precision = "fp32"
-    """bf16: the transformer's matrix products are computed in bfloat16, on a CPU the whole transformer. Pooling and the
-    steps after it stay in float32."""
-    half: Encoder | None = None
-    """The encoder that computes on a CPU in bf16; None: `encoder` does."""
+    half: Encoder | None = None  # the encoder that computes on a CPU in bf16; None: `encoder` does
+    # Number of texts that are tokenized while those before are computed, on a device that works alongside; None: all
+    # texts are tokenized first.
     chunk_texts: int | None = None
-    """Number of texts that are tokenized while those before are computed, on a device that works alongside; None: all
-    texts are tokenized first."""
-    pretrained: str = ""
-    """Name of the encoder from which it was trained, if its settings name one."""
-    prompts: dict[str, str] = field(default_factory=dict)
-    """All prompts by name, of which `in_role` takes one."""
-    role: Role | None = None
-    """Role of the texts."""
+    pretrained: str = ""  # name of the encoder from which it was trained, if its settings name one
+    prompts: dict[str, str] = field(default_factory=dict)  # all prompts by name, of which `in_role` takes one
+    role: Role | None = None  # Role of the texts
+    # False: the tokens of a prompt, and the special ones before it, are left out of the pooling (mean, max).
     pools_prompt: bool = True
-    """False: the tokens of a prompt, and the special ones before it, are left out of the pooling (mean, max)."""
 
     @property
     def size(self) -> int:

@@ -42,11 +42,7 @@ class MtebEncoder:
 
 
 def choose_mteb(names: Sequence[str]) -> list[Any]:
-    """Find the tasks of these names.
-
-    Raises:
-        EncoderError: MTEB has no task of that name; the message includes the nearest one.
-    """
+    """Find the tasks of these names."""
     try:
         return list(mteb.get_tasks(tasks=list(names)))
     except KeyError as error:
@@ -59,9 +55,6 @@ def score_mteb(
     """Compute main scores by task, in percent if MTEB's are between 0 and 1; `OUTPUT/mteb` holds all of MTEB's figures.
 
     A task with a result there for the same encoder is not computed again.
-
-    Raises:
-        EncoderError: the data of a task cannot be loaded.
     """
     cache = mteb.ResultCache(output / "mteb")  # keeps each task, so that a killed call computes the rest
     scores: dict[str, float] = {}

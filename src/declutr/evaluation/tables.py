@@ -31,20 +31,13 @@ class PublishedModel(Strict):
     """Row of a paper's table."""
 
     model: str
-    source: str
-    """Paper and table numbers."""
-    sts: Literal["mean", "wmean", "all"]
-    """Aggregation of the subsets of STS12-16."""
-    split: Literal["test", "dev"] = "test"
-    """Split of the numbers of STS-B in other languages."""
-    scores: Mapping[str, tuple[float, ...]]
-    """Percent by task; for MRPC accuracy and F1 where both are printed."""
-    pretrained: str = ""
-    """Row of the same paper with the encoder from which this one was trained; "" if none."""
-    doubt: str = ""
-    """Reason to doubt some of these numbers."""
-    doubted: tuple[str, ...] = ()
-    """Tasks of the doubted numbers."""
+    source: str  # paper and table numbers
+    sts: Literal["mean", "wmean", "all"]  # Aggregation of the subsets of STS12-16
+    split: Literal["test", "dev"] = "test"  # split of the numbers of STS-B in other languages
+    scores: Mapping[str, tuple[float, ...]]  # percent by task; for MRPC accuracy and F1 where both are printed
+    pretrained: str = ""  # row of the same paper with the encoder from which this one was trained; "" if none
+    doubt: str = ""  # reason to doubt some of these numbers
+    doubted: tuple[str, ...] = ()  # tasks of the doubted numbers
 
     @property
     def protocol(self) -> Protocol:
@@ -78,10 +71,8 @@ class Cell:
     """Number of a table, or None."""
 
     value: float | None
-    marked: bool = False
-    """The number is doubted or not comparable with published ones (own data)."""
-    signed: bool = False
-    """The number is a difference."""
+    marked: bool = False  # the number is doubted or not comparable with published ones (own data)
+    signed: bool = False  # the number is a difference
 
 
 @dataclass(frozen=True)
@@ -89,8 +80,7 @@ class ModelRow:
     """Row of a table: an encoder or a published model."""
 
     label: str
-    source: str
-    """Paper of the model; "" for an encoder scored here."""
+    source: str  # paper of the model; "" for an encoder scored here
     cells: tuple[Cell, ...]
 
 
@@ -98,14 +88,12 @@ class ModelRow:
 class Block:
     """One table; its rows start with those scored here."""
 
-    name: str
-    """Name for links."""
+    name: str  # name for links
     short: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[ModelRow, ...]
-    percent: bool = True
-    """Values range from 0 to 100."""
+    percent: bool = True  # values range from 0 to 100
 
 
 @dataclass(frozen=True)
@@ -281,10 +269,8 @@ def _difference(numbers: Mapping[tuple[str, str], Cell], start: tuple[str, str],
 class Remarks(NamedTuple):
     """Remarks on tables."""
 
-    parts: tuple[tuple[str, tuple[str, ...]], ...]
-    """Title and lines of each kind of remarks that has lines."""
-    numbers: Mapping[str, int]
-    """Number of each paper."""
+    parts: tuple[tuple[str, tuple[str, ...]], ...]  # title and lines of each kind of remarks that has lines
+    numbers: Mapping[str, int]  # number of each paper
 
 
 def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> Remarks:

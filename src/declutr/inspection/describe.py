@@ -81,10 +81,6 @@ def locate(folder: Path, document: str) -> Iterator[str]:
     """Describe every document of prepared shards that `document` names.
 
     `document` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
-
-    Raises:
-        UsageError: no document matches the name.
-        ShardError: a manifest that cannot be read.
     """
     manifest = load_manifest(folder)
     unit_noun = size_noun(manifest.content.kind)
@@ -128,13 +124,7 @@ def locate(folder: Path, document: str) -> Iterator[str]:
 
 
 def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
-    """Describe shards (with some of their rows), a checkpoint or an exported encoder, in lines.
-
-    Raises:
-        UsageError: `path` holds none of these.
-        ShardError: a manifest that cannot be read.
-        CheckpointError: a checkpoint that is incomplete or altered.
-    """
+    """Describe shards (with some of their rows), a checkpoint or an exported encoder, in lines."""
     if (path / MANIFEST).is_file():
         yield from _shards(path, num_documents)
     elif (path / "state.json").is_file():
@@ -190,32 +180,20 @@ def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
 class CheckpointRow:
     """Facts about one checkpoint."""
 
-    step: int
-    """Optimizer steps done."""
-    broken: str | None
-    """Reason why it cannot be used; None if all checksums match."""
-    age_seconds: float | None
-    """Seconds since it was written; None if unknown."""
-    size_bytes: int
-    """Size of all its files."""
-    documents: int | None = None
-    """Documents read so far; None, like the next fields, if the state cannot be read."""
-    world_size: int | None = None
-    """Workers that took the last step."""
-    skipped: int | None = None
-    """Steps so far whose update was skipped."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """Held-out scores; empty without validation."""
+    step: int  # optimizer steps done
+    broken: str | None  # reason why it cannot be used; None if all checksums match
+    age_seconds: float | None  # seconds since it was written; None if unknown
+    size_bytes: int  # size of all its files
+    documents: int | None = None  # documents read so far; None, like the next fields, if the state cannot be read
+    world_size: int | None = None  # workers that took the last step
+    skipped: int | None = None  # steps so far whose update was skipped
+    scores: dict[str, float] = field(default_factory=dict)  # held-out scores; empty without validation
+    # `last`, `best`, `every`; empty if it is deleted with the next checkpoint.
     kept: list[str] = field(default_factory=list)
-    """`last`, `best`, `every`; empty if it is deleted with the next checkpoint."""
 
 
 def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
-    """List the checkpoints of a run, oldest first; reads all of their bytes, without `verify` only their sizes.
-
-    Raises:
-        UsageError: `run` has no folder of checkpoints, or unreadable settings.
-    """
+    """List the checkpoints of a run, oldest first; reads all of their bytes, without `verify` only their sizes."""
     folder = run / CHECKPOINTS
     if not folder.is_dir():
         raise UsageError(f"{run}: is no run; only a run has checkpoints to list")

@@ -26,26 +26,19 @@ class TaskOrder:
     """The order of one task of a run."""
 
     settings: TaskSettings
-    shards: ShardSet
-    """Training split of its shards."""
-    plan: Plan
-    """Its rows at each step."""
-    encoder: EncoderConfig
-    """Settings of the run's encoder."""
+    shards: ShardSet  # training split of its shards
+    plan: Plan  # its rows at each step
+    encoder: EncoderConfig  # settings of the run's encoder
 
 
 @dataclass(frozen=True)
 class RunOrder:
     """The order of all tasks of a run."""
 
-    folder: Path
-    """Folder of the run."""
-    tasks: Mapping[str, TaskOrder]
-    """The tasks by name, "" the main one; every step has a batch of each."""
-    last_step: int
-    """Last step of the whole run."""
-    taken: int
-    """Newest step in the run's metrics; 0 before the first."""
+    folder: Path  # folder of the run
+    tasks: Mapping[str, TaskOrder]  # the tasks by name, "" the main one; every step has a batch of each
+    last_step: int  # last step of the whole run
+    taken: int  # newest step in the run's metrics; 0 before the first
 
     def logged_digest(self, task: str, step: int) -> int | None:
         """Digest of a task's batch in the run's metrics; None if the step is not there."""
@@ -54,11 +47,7 @@ class RunOrder:
         return None if digest is None else int(digest)
 
     def document_lines(self, document: str) -> Iterator[str]:
-        """Describe every step that reads the documents which `document` names: an id, a source or SOURCE:OFFSET.
-
-        Raises:
-            UsageError: no document has this name.
-        """
+        """Describe every step that reads the documents which `document` names: an id, a source or SOURCE:OFFSET."""
         matched = False
         for name, task in self.tasks.items():
             for row, line in entries(task.shards, document):
@@ -108,11 +97,6 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     """The order of the run in a folder, or of the run that a YAML file configures.
 
     Addresses in the configuration are not opened.
-
-    Raises:
-        ConfigError: settings that cannot be used.
-        UsageError: no run, or shards that are missing or do not fit it.
-        ShardError: shards that are damaged.
     """
     config = (
         stored_config(path, overrides) if path.is_dir() else load_config(str(path), "train", TrainConfig, overrides)
@@ -163,12 +147,7 @@ def replacement(task: TaskSettings) -> str:
 
 
 def stored_config(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in the folder of a run, with these overrides.
-
-    Raises:
-        ConfigError: overrides that cannot be used.
-        UsageError: the folder is not of a run, or its file cannot be used.
-    """
+    """The configuration in the folder of a run, with these overrides."""
     try:
         values = read_yaml_file(run / "config.yaml")
         problems = apply_overrides(values, overrides, TrainConfig.alternatives) if isinstance(values, dict) else None

@@ -39,38 +39,24 @@ _ANY_LENGTH = 2**30  # of clips, and where the objective sets the limit
 class ReadRow:
     """A row of the shards that a step reads."""
 
-    position: int
-    """Its place in the batch."""
-    epoch: int
-    """Epoch in which it is read."""
-    number: int
-    """Its number in the training split."""
-    id: str
-    """Id of the document."""
-    source: str
-    """File that it was read from."""
-    offset: int
-    """Place in that file."""
-    batch: RankBatch
-    """Its spans and views."""
-    roles: list[str]
-    """Description of each span or clip, such as `anchor [3, 40)`; empty if the views describe them."""
+    position: int  # its place in the batch
+    epoch: int  # epoch in which it is read
+    number: int  # its number in the training split
+    id: str  # id of the document
+    source: str  # file that it was read from
+    offset: int  # place in that file
+    batch: RankBatch  # its spans and views
+    roles: list[str]  # description of each span or clip, such as `anchor [3, 40)`; empty if the views describe them
 
 
 class StepReader:
-    """Reads the rows of any step of a task as its workers do.
+    """Reads the rows of any step of a task as its workers do."""
 
-    Args:
-        task: order of the task.
-        run: folder of the run, whose exported encoder has the positions of the run's.
-
-    Raises:
-        UsageError: the objective cannot be loaded.
-        UsageError: the encoder's number of positions, which may cut long spans, is not to be found.
-        ShardError: the tokenizer is not that of the shards.
-    """
-
-    def __init__(self, task: TaskOrder, run: Path) -> None:
+    def __init__(
+        self,
+        task: TaskOrder,  # order of the task
+        run: Path,  # folder of the run, whose exported encoder has the positions of the run's
+    ) -> None:
         self.task = task
         shards, settings = task.shards, task.settings
         self.tokenizer, vocabulary = None, _NO_TOKENS
@@ -119,11 +105,7 @@ class StepReader:
 
 
 def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
-    """Positions of the encoder, specials included, from local files alone and without code that a file names.
-
-    Raises:
-        UsageError: no local file has them.
-    """
+    """Positions of the encoder, specials included, from local files alone and without code that a file names."""
     # the export has the positions of the run; it may be broken, and then a folder that the user names is read
     places = [str(run / EXPORT)] * (run / EXPORT / "config.json").is_file() + [encoder.pretrained]
     reasons = []
@@ -143,21 +125,12 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
 
 
 def step_lines(
-    order: RunOrder, step: int, document: str | None = None, limit: int | None = None
+    order: RunOrder,  # order of the run
+    step: int,  # 1-based
+    document: str | None = None,  # show only the documents of this name, and compare no digest
+    limit: int | None = None,  # characters of a text to show; None: all
 ) -> Iterator[tuple[str, bool]]:
-    """Show each task's rows in a step; with each line, whether the digests so far are those of the run's metrics.
-
-    Args:
-        order: order of the run.
-        step: 1-based.
-        document: show only the documents of this name, and compare no digest.
-        limit: characters of a text to show; None: all.
-
-    Raises:
-        UsageError: the run lacks the step, or it does not read the document; an objective or an encoder cannot be
-            loaded.
-        ShardError: shards that are damaged.
-    """
+    """Show each task's rows in a step; with each line, whether the digests so far are those of the run's metrics."""
     if not 1 <= step <= order.last_step:
         raise UsageError(f"--step {step}: the run has the steps 1 to {order.last_step:,}")
     matched = False

@@ -26,12 +26,10 @@ from declutr.report.page import STYLE, Role
 F64 = NDArray[np.float64]
 COLOURS = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", STYLE.partition("@media")[0]))
 """Colours of the light scheme of style.css, by the name of its variable."""
-RUNS = ("kept", "short", "dropped", "failed", "s4", "s5", "s6", "s7")
-"""Colours of the runs of a page."""
+RUNS = ("kept", "short", "dropped", "failed", "s4", "s5", "s6", "s7")  # Colours of the runs of a page
 _ATTRIBUTES = re.compile(
     r"fill|fill-opacity|stroke|stroke-(width|opacity|dasharray|dashoffset|linejoin|linecap)|opacity|font-size|text-anchor"
-)
-"""Properties that are attributes of SVG too; the page sets the fonts."""
+)  # Properties that are attributes of SVG too; the page sets the fonts
 _SVG = "http://www.w3.org/2000/svg"
 _MOST_POINTS = 240
 _BINS_PER_OCTAVE = 4
@@ -41,14 +39,10 @@ _BINS_PER_OCTAVE = 4
 class Curve:
     """Points of one run, in their order."""
 
-    label: str
-    """Name of the run."""
-    colour: int
-    """Number of its colour."""
-    x: F64
-    """`(n,)` places, finite, at floor one."""
-    y: F64
-    """`(n,)` values, finite."""
+    label: str  # name of the run
+    colour: int  # number of its colour
+    x: F64  # `(n,)` places, finite, at floor one
+    y: F64  # `(n,)` values, finite
 
 
 @dataclass(frozen=True)
@@ -61,18 +55,14 @@ class Chart:
 
 
 def draw_histogram(
-    name: str, title: str, axis: str, unit: int, series: Mapping[Role, Counter[int]], marks: Mapping[int, str]
+    name: str,  # unique on the page
+    title: str,  # name of the counts
+    axis: str,  # name of the quantity on the axis
+    unit: int,  # value from which quarters of octaves are counted, so that it begins a bin; positive
+    series: Mapping[Role, Counter[int]],  # numbers by value and role, at floor one
+    marks: Mapping[int, str],  # texts of ours by the value at which they have a line. All are drawn.
 ) -> Chart:
-    """Draws stacked counts over bins of a logarithmic axis, from the first to the last that is used.
-
-    Args:
-        name: unique on the page.
-        title: name of the counts.
-        axis: name of the quantity on the axis.
-        unit: value from which quarters of octaves are counted, so that it begins a bin; positive.
-        series: numbers by value and role, at floor one.
-        marks: texts of ours by the value at which they have a line. All are drawn.
-    """
+    """Draws stacked counts over bins of a logarithmic axis, from the first to the last that is used."""
     values = np.maximum([*marks, *(value for counts in series.values() for value in counts)] or [unit], 1)
     places = np.floor(np.log2(values / unit) * _BINS_PER_OCTAVE)
     edges = unit * np.exp2(np.arange(places.min(), places.max() + 2) / _BINS_PER_OCTAVE)

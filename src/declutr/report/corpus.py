@@ -37,15 +37,12 @@ from declutr.report.survey import CONTAMINATED, Lengths, Matches, Survey, Tally,
 
 _SHOWN_NAMES = 20
 _SHOWN_SETS = 40
-_BATCH = 16
-"""Documents of the paper's batch, and the default."""
+_BATCH = 16  # documents of the paper's batch, and the default
 _SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4
 _KEPT_PICTURES = 24
-_THUMBNAIL_PIXELS = 96
-"""Longest side of a thumbnail."""
-_TOKENS_READ = 1_000
-"""More than 600 characters in any language, and bounded whatever the length of the document."""
+_THUMBNAIL_PIXELS = 96  # longest side of a thumbnail
+_TOKENS_READ = 1_000  # more than 600 characters in any language, and bounded whatever the length of the document
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +55,21 @@ class Example:
     text_bytes: int | None
     detail: str | None
     text: str | None
-    picture: str | None = None
-    """Thumbnail of an image or clip as a data URI; None for texts."""
+    picture: str | None = None  # Thumbnail of an image or clip as a data URI; None for texts
 
 
 @dataclass(frozen=True)
 class Content:
     """A prepared corpus in figures and examples. Made by `gather`."""
 
-    name: str
-    """Name of its folder."""
-    prepared: datetime
-    """Time of its manifest."""
+    name: str  # name of its folder
+    prepared: datetime  # time of its manifest
     manifest: Manifest
-    survey: Survey
-    """Sums over its ledgers."""
-    kept: list[Example]
-    """Examples of kept rows."""
-    rejected: dict[str, list[Example]]
-    """Examples of others, by reason."""
-    statuses: dict[str, Tally]
-    """Documents by split, or by the reason why they are not kept."""
-    texts: TextSurvey | None
-    """Figures of short texts; None for documents, images and audio."""
+    survey: Survey  # sums over its ledgers
+    kept: list[Example]  # examples of kept rows
+    rejected: dict[str, list[Example]]  # examples of others, by reason
+    statuses: dict[str, Tally]  # documents by split, or by the reason why they are not kept
+    texts: TextSurvey | None  # figures of short texts; None for documents, images and audio
 
     @property
     def noun(self) -> str:
@@ -171,11 +160,7 @@ def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def gather(folder: Path) -> Content:
-    """Reads the contents of a report.
-
-    Raises:
-        ShardError: a file is missing or damaged, or the ledgers contradict the manifest.
-    """
+    """Reads the contents of a report."""
     manifest = load_manifest(folder)
     if problems := check_shards(folder):
         raise ShardError("\n".join(problems))
@@ -252,9 +237,6 @@ def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
     """Writes `report.html` on a corpus to `output`, or to its folder `report`; returns the page.
 
     The same corpus with the same times of its files gives the same bytes.
-
-    Raises:
-        ShardError: files that are missing or damaged, or ledgers that contradict the manifest.
     """
     from declutr.report.charts import draw_histogram  # loads matplotlib
 
@@ -284,9 +266,6 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
     """Some rows of the training split, drawn by the corpus's seed, in corpus order; text decoded from the shards.
 
     Images and clips have their label as text.
-
-    Raises:
-        ShardError: a shard that is not what the manifest says.
     """
     number = manifest.totals["kept_train"]
     if not number:

@@ -22,26 +22,20 @@ if TYPE_CHECKING:
 
     from declutr.evaluation.senteval.harness import Evaluated
 
-Role = Literal["kept", "short", "dropped", "failed"]
-"""Kind of rows that a bar counts; decides its colour."""
+Role = Literal["kept", "short", "dropped", "failed"]  # kind of rows that a bar counts; decides its colour
 STYLE = (files(__package__) / "style.css").read_text(encoding="utf-8")
 """The only style that the policy of a page permits."""
-REPORT = "report"
-"""Default folder of a page, inside the folder that it describes."""
+REPORT = "report"  # default folder of a page, inside the folder that it describes
 
 
 @dataclass(frozen=True)
 class Label:
     """Name of a table's row, with a bar and a note."""
 
-    text: str
-    """Name, in the writing direction of its own."""
-    bar: float | None = None
-    """Length of the bar, 0 to 1; None for no bar."""
-    role: Role = "kept"
-    """Colour of the bar."""
-    note: str = ""
-    """Small print below."""
+    text: str  # name, in the writing direction of its own
+    bar: float | None = None  # length of the bar, 0 to 1; None for no bar
+    role: Role = "kept"  # colour of the bar
+    note: str = ""  # small print below
 
 
 def write_page(path: Path, template: str, title: str, pictures: bool = False, **values: Any) -> None:

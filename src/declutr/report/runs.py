@@ -48,8 +48,7 @@ MEANING = {
     "effective_rank": "effective rank",
     "batch_uniformity": "uniformity of the training batch",
     "batch_participation_ratio": "participation ratio of the training batch (dimensions in use)",
-}
-"""Names of metrics as the page shows them; others keep theirs."""
+}  # names of metrics as the page shows them; others keep theirs
 _TITLES = {
     "verdict": "Verdict",
     "loss": "Losses",
@@ -64,12 +63,9 @@ _TITLES = {
 class Event(NamedTuple):
     """Something that happened to a run."""
 
-    time: float
-    """Seconds since 1970."""
-    kind: str
-    """`start`, `failure`, `alarm` or `end`."""
-    step: int
-    """Step after which it happened."""
+    time: float  # seconds since 1970
+    kind: str  # `start`, `failure`, `alarm` or `end`
+    step: int  # step after which it happened
     text: str
 
 
@@ -99,18 +95,12 @@ class _Summary(msgspec.Struct, frozen=True):
 class RunRecord:
     """Facts about a run from its files."""
 
-    folder: Path
-    """Folder of the run."""
-    name: str
-    """A short name, different from those of the other runs of the page."""
-    settings: dict[str, Any]
-    """Its settings by dotted key."""
-    lines: Sequence[dict[str, Any]]
-    """Its lines of metrics, in their order."""
-    summary: _Summary | None
-    """Summary of a run that ended; None while it trains, and after a failure."""
-    events: Sequence[Event]
-    """Starts, failures, alarms and the end, by time."""
+    folder: Path  # folder of the run
+    name: str  # A short name, different from those of the other runs of the page
+    settings: dict[str, Any]  # its settings by dotted key
+    lines: Sequence[dict[str, Any]]  # its lines of metrics, in their order
+    summary: _Summary | None  # Summary of a run that ended; None while it trains, and after a failure
+    events: Sequence[Event]  # starts, failures, alarms and the end, by time
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The lines of a kind."""
@@ -124,11 +114,7 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The runs in some folders.
-
-    Raises:
-        UsageError: a folder is not a run, is named twice, or has settings that cannot be read.
-    """
+    """The runs in some folders."""
     wrong = [f"{path}: is no run (it has no config.yaml)" for path in paths if not (path / "config.yaml").is_file()]
     absolute = [path.resolve() for path in paths]
     wrong += [f"{path}: is named twice" for path in sorted({path for path in absolute if absolute.count(path) > 1})]
@@ -196,11 +182,7 @@ def _logged(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
 
 
 def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Writes `report.html` on runs to `output`, or to the folder `report` of the first; returns the page.
-
-    Raises:
-        UsageError: a folder is not a run, has files that cannot be read, or there are too many.
-    """
+    """Writes `report.html` on runs to `output`, or to the folder `report` of the first; returns the page."""
     if len(folders) > len(RUNS):
         raise UsageError(f"{len(folders)} runs: a page compares at most {len(RUNS)}; name fewer")
     runs = read_runs(folders)

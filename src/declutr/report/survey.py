@@ -26,8 +26,7 @@ EXAMPLES_A_REASON = 3
 _MATCH = re.compile(r"(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)", re.DOTALL)
 """Form in which pipeline/filters/document_filter.py writes it."""
 _ROWS = 10_000
-CONTAMINATED = "contaminated"
-"""Reason to drop documents that share text with an evaluation set."""
+CONTAMINATED = "contaminated"  # reason to drop documents that share text with an evaluation set
 _MATCHED = pa.array([*SPLITS, CONTAMINATED])
 
 I64 = NDArray[np.int64]
@@ -64,10 +63,9 @@ def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
 class Tallies:
     """Tallies by name."""
 
+    # Every name with its tally, without the dropped names; "" for a missing name.
     by_name: dict[str, Tally] = field(default_factory=dict)
-    """Every name with its tally, without the dropped names; "" for a missing name."""
-    num_left: int = 0
-    """Number of dropped names; their documents are in `rest`."""
+    num_left: int = 0  # number of dropped names; their documents are in `rest`
     rest: Tally = field(default_factory=Tally)
 
     def add(self, names: pa.Array, columns: dict[str, pa.Array]) -> None:
@@ -114,12 +112,10 @@ class Matches:
     """Documents that hold text of one evaluation set."""
 
     name: str
-    words: str
-    """Words of the match in the first document."""
+    words: str  # words of the match in the first document
     kept: int = 0
     dropped: int = 0
-    max_ngrams: int = 0
-    """Largest number of different n-grams in one document."""
+    max_ngrams: int = 0  # largest number of different n-grams in one document
 
 
 @dataclass
@@ -128,15 +124,15 @@ class Survey:
 
     seed: int
     statuses: Tallies = field(default_factory=Tallies)
+    # Tallies by top level: a file, or the archive that contains the document.
     sources: Tallies = field(default_factory=Tallies)
-    """Tallies by top level: a file, or the archive that contains the document."""
     languages: Tallies = field(default_factory=Tallies)
+    # Lengths of the documents that were tokenized or decoded, by status.
     lengths: dict[str, Lengths] = field(default_factory=lambda: defaultdict(Lengths))
-    """Lengths of the documents that were tokenized or decoded, by status."""
+    # Matches by evaluation set; notes of another form count under the empty name.
     matches: dict[str, Matches] = field(default_factory=dict)
-    """Matches by evaluation set; notes of another form count under the empty name."""
+    # Rejected documents drawn as examples, by reason: key, unit and ordinal; the smallest keys win.
     drawn: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    """Rejected documents drawn as examples, by reason: key, unit and ordinal; the smallest keys win."""
 
     def add(self, batch: pa.RecordBatch, unit: int, start: int) -> None:
         """Adds rows of a unit's ledger, from ordinal `start` on."""
@@ -177,11 +173,7 @@ class Survey:
 
 
 def survey(folder: Path, manifest: Manifest) -> Survey:
-    """Reads all ledgers of a folder.
-
-    Raises:
-        ShardError: the ledgers do not say what the manifest says.
-    """
+    """Reads all ledgers of a folder."""
     sums = Survey(int(manifest.config.get("seed", 0)))
     for ledger in manifest.ledgers:
         path, start = folder / ledger.name, 0
@@ -200,18 +192,13 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
 class TextSurvey:
     """Figures of all rows of short texts of a folder. Made by `survey_texts`."""
 
+    # By role: sentence, premise, or the label of a hypothesis.
     lengths: dict[str, Lengths] = field(default_factory=lambda: defaultdict(Lengths))
-    """By role: sentence, premise, or the label of a hypothesis."""
-    hypotheses: Lengths = field(default_factory=Lengths)
-    """Rows by number of hypotheses."""
+    hypotheses: Lengths = field(default_factory=Lengths)  # rows by number of hypotheses
 
 
 def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
-    """Reads the rows of all shards; None if they hold documents, images or audio.
-
-    Raises:
-        ShardError: a shard differs from the manifest.
-    """
+    """Reads the rows of all shards; None if they hold documents, images or audio."""
     kind = manifest.content.kind
     if kind == "documents" or kind in MEDIA_KINDS:
         return None

@@ -13,31 +13,26 @@ from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.encoders.protocol import Pooling
 from declutr.evaluation.senteval.tasks import choose_tasks
 
-ITEMS = Path(__file__).resolve().parent.parent / "configs" / "reproduce"
-"""Folder of the items."""
+ITEMS = Path(__file__).resolve().parent.parent / "configs" / "reproduce"  # folder of the items
 START = "$DECLUTR_START"
 """The encoder to start from, as the files of items write it; they also write $DECLUTR_DATA, the folder with all input
 data, $DECLUTR_SENTEVAL, SentEval's data, and $DECLUTR_WORK, the working folder."""
 ScaleName = Literal["paper", "tiny"]
-Settings = dict[str, Any]
-"""Values by dotted key."""
-Axes = Mapping[str, Mapping[str, Settings]]
-"""Changes of settings by axis and label."""
+Settings = dict[str, Any]  # values by dotted key
+Axes = Mapping[str, Mapping[str, Settings]]  # changes of settings by axis and label
 
 
 class Column(Strict):
     """A number of each run: the mean over tasks, or over other columns."""
 
-    tasks: tuple[str, ...] = ()
-    """Tasks of SentEval, or sets of them."""
+    tasks: tuple[str, ...] = ()  # tasks of SentEval, or sets of them
+    # Number of a task. mean: as DeCLUTR prints it, with the mean of the subsets for STS12-16. wmean: the same with
+    # their mean weighted by pairs. all: as SimCSE prints it, by cosine over all pairs, MRPC by accuracy. dev, all_dev:
+    # as mean and all, on development data; STS12-16, which have none, on test.
     number: Literal["mean", "wmean", "all", "dev", "all_dev"] = "mean"
-    """Number of a task. mean: as DeCLUTR prints it, with the mean of the subsets for STS12-16. wmean: the same with
-    their mean weighted by pairs. all: as SimCSE prints it, by cosine over all pairs, MRPC by accuracy. dev, all_dev: as
-    mean and all, on development data; STS12-16, which have none, on test."""
-    mean_of: tuple[str, ...] = ()
-    """Other columns, in place of tasks."""
+    mean_of: tuple[str, ...] = ()  # other columns, in place of tasks
+    # Encoder that the tasks score. exported: the one that the run chooses by its setting `export`.
     checkpoint: Literal["exported", "last"] = "exported"
-    """Encoder that the tasks score. exported: the one that the run chooses by its setting `export`."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> "Column":
@@ -55,37 +50,30 @@ class Column(Strict):
 class Prepared(Strict):
     """Something that runs need before they start."""
 
-    config: str
-    """File with the section of its command."""
+    config: str  # file with the section of its command
     settings: Settings = Field(default_factory=dict)
 
 
 class Scale(Prepared):
     """One size in which an item can be run; `settings` has the changes for all runs."""
 
-    config: str = ""
-    """File with the `train` section of all runs; empty if nothing is trained."""
+    config: str = ""  # file with the `train` section of all runs; empty if nothing is trained
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    # Changes of this scale by axis and label, added to those of the item. An axis that is listed has these labels
+    # alone.
     axes: dict[str, dict[str, Settings]] = Field(default_factory=dict)
-    """Changes of this scale by axis and label, added to those of the item. An axis that is listed has these labels
-    alone."""
-    columns: dict[str, Column] = Field(default_factory=dict)
-    """Columns of this scale in place of the item's."""
+    columns: dict[str, Column] = Field(default_factory=dict)  # columns of this scale in place of the item's
+    # Shards by name. They are prepared in $DECLUTR_WORK/shards, in this order, unless that folder has them.
     shards: dict[str, Prepared] = Field(default_factory=dict)
-    """Shards by name. They are prepared in $DECLUTR_WORK/shards, in this order, unless that folder has them."""
-    start: Prepared | None = None
-    """Run whose export, in $DECLUTR_WORK/start/export, the runs continue from."""
-    preset: Literal["official", "prototyping"] = "official"
-    """Settings of the classifiers."""
-    hours: float | None = Field(default=None, gt=0)
-    """Expected hours of a run, before one has finished."""
+    start: Prepared | None = None  # run whose export, in $DECLUTR_WORK/start/export, the runs continue from
+    preset: Literal["official", "prototyping"] = "official"  # settings of the classifiers
+    hours: float | None = Field(default=None, gt=0)  # Expected hours of a run, before one has finished
 
 
 class KnownEncoder(Strict):
     """An encoder that is scored as it is."""
 
-    name: str
-    """As `declutr evaluate` takes it."""
+    name: str  # as `declutr evaluate` takes it
     pooling: Pooling | None = None
 
 
@@ -93,23 +81,20 @@ class Item(Strict):
     """One table or figure."""
 
     title: str
-    source: str
-    """Paper, and number of the table or figure."""
-    says: str
-    """The paper's conclusion."""
+    source: str  # paper, and number of the table or figure
+    says: str  # the paper's conclusion
+    # Changes of settings by axis and label, of which `config` names another file. The runs are all combinations; the
+    # first label of an axis is the one to which the others are compared.
     axes: dict[str, dict[str, Settings]] = Field(default_factory=dict)
-    """Changes of settings by axis and label, of which `config` names another file. The runs are
-    all combinations; the first label of an axis is the one to which the others are compared."""
+    # Encoders by label that are scored without training, in place of axes.
     encoders: dict[str, KnownEncoder] = Field(default_factory=dict)
-    """Encoders by label that are scored without training, in place of axes."""
+    # Pairs of labels of one axis to compare, the first one against the second, in place of each label with the axis'
+    # first one.
     pairs: tuple[tuple[str, str], ...] = ()
-    """Pairs of labels of one axis to compare, the first one against the second, in place of each label with the
-    axis' first one."""
     columns: dict[str, Column] = Field(min_length=1)
+    # The paper's numbers by run, its labels joined by ", ", and column.
     printed: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """The paper's numbers by run, its labels joined by ", ", and column."""
-    note: str = ""
-    """Differences to the paper, and what its print leaves open."""
+    note: str = ""  # differences to the paper, and what its print leaves open
     scales: dict[ScaleName, Scale]
 
     @model_validator(mode="after")
@@ -201,15 +186,10 @@ def item_names() -> list[str]:
     return sorted(path.stem for path in ITEMS.glob("*.yaml"))
 
 
-def load_item(name: str) -> Item:
-    """Reads an item.
-
-    Args:
-        name: of an item, or a path to a file with one.
-
-    Raises:
-        UsageError: there is no such item, or its file has a problem.
-    """
+def load_item(
+    name: str,  # of an item, or a path to a file with one
+) -> Item:
+    """Reads an item."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else ITEMS / f"{name}.yaml"
     if not path.is_file():
         names = item_names()

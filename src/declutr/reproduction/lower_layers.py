@@ -10,11 +10,7 @@ from declutr.trainer.model.language_model import silence
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write a folder with the lower layers of an encoder, and its tokenizer.
-
-    Raises:
-        SystemExit: a folder cannot be used, or the encoder has fewer layers.
-    """
+    """Write a folder with the lower layers of an encoder, and its tokenizer."""
     parser = argparse.ArgumentParser(prog="python -m declutr.reproduction.lower_layers", description=__doc__)
     parser.add_argument("source", type=Path, help="folder of an encoder of BERT's or RoBERTa's family")
     parser.add_argument("layers", type=int, help="layers to keep")

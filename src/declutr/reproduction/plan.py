@@ -41,12 +41,9 @@ _ABSENT = "not on this machine"
 class PlannedRun:
     """A combination of labels with a seed: a training, or an encoder that is scored as it is."""
 
-    labels: Mapping[str, str]
-    """Label by axis; none of the encoder that the runs start from."""
-    seed: int
-    """Its seed; the first one of an encoder that is scored as it is."""
-    results: Path
-    """Folder of the item's results."""
+    labels: Mapping[str, str]  # label by axis; none of the encoder that the runs start from
+    seed: int  # its seed; the first one of an encoder that is scored as it is
+    results: Path  # folder of the item's results
     config: TrainConfig | None = None
     encoder: KnownEncoder | None = None
 
@@ -67,36 +64,21 @@ class PlannedRun:
 
 
 class ItemPlan:
-    """All runs of an item at a scale.
-
-    Args:
-        name: name of the item.
-        item: the item.
-        scale: one of its scales.
-        data: folder with all input data.
-        senteval: folder in SentEval's layout.
-        work: folder of shards, the start and all results. One command at a time prepares them or works on an item.
-        words: further changes of settings, `key=value`, for all runs.
-        seeds: seeds in place of the scale's.
-        start: folder of an encoder to start from, in place of the start that the scale trains.
-        only: labels whose cells are run, or names of cells; none: all.
-
-    Raises:
-        UsageError: the item lacks the scale or takes no start, or settings of a run are wrong.
-    """
+    """All runs of an item at a scale."""
 
     def __init__(
         self,
-        name: str,
-        item: Item,
-        scale: ScaleName,
-        data: Path,
-        senteval: Path,
+        name: str,  # name of the item
+        item: Item,  # the item
+        scale: ScaleName,  # one of its scales
+        data: Path,  # folder with all input data
+        senteval: Path,  # folder in SentEval's layout
+        # folder of shards, the start and all results. One command at a time prepares them or works on an item.
         work: Path,
-        words: Sequence[str] = (),
-        seeds: Sequence[int] | None = None,
-        start: Path | None = None,
-        only: Sequence[str] = (),
+        words: Sequence[str] = (),  # further changes of settings, `key=value`, for all runs
+        seeds: Sequence[int] | None = None,  # seeds in place of the scale's
+        start: Path | None = None,  # folder of an encoder to start from, in place of the start that the scale trains
+        only: Sequence[str] = (),  # labels whose cells are run, or names of cells; none: all
     ) -> None:
         if scale not in item.scales:
             raise UsageError(f"{name} has no scale {scale}; it has {', '.join(item.scales)}")
@@ -224,11 +206,7 @@ def _unscored(columns: Mapping[str, Column], senteval: Path) -> dict[str, str]:
 
 
 def made_from(config: TrainConfig) -> dict[str, Any]:
-    """What decides a run: settings by dotted key, and contents (hashes) of the shards, encoders and pairs it reads.
-
-    Raises:
-        UsageError: a file cannot be read.
-    """
+    """What decides a run: settings by dotted key, and contents (hashes) of the shards, encoders and pairs it reads."""
     validation, best = config.validation, config.export == "best"
     values = flat_keys(config.resume_settings())  # without folders, which may move
     for name, task in config.tasks().items():
@@ -289,11 +267,7 @@ def write_record(config: TrainConfig) -> None:
 
 
 def run_ready(config: TrainConfig) -> bool:
-    """True if a run, or the start, has finished. What is not on this machine now is not compared.
-
-    Raises:
-        UsageError: its folder has a run of other settings or data.
-    """
+    """True if a run, or the start, has finished. What is not on this machine now is not compared."""
     run, now = Path(config.run), made_from(config)
     if _record_of(config.run).is_file():
         before = read_json(_record_of(config.run))
@@ -309,12 +283,7 @@ def run_ready(config: TrainConfig) -> bool:
 
 
 def shards_ready(config: PipelineConfig) -> bool:
-    """True if the shards are complete.
-
-    Raises:
-        UsageError: they were prepared with other settings.
-        ShardError: their manifest is damaged.
-    """
+    """True if the shards are complete."""
     if not (Path(config.output) / MANIFEST).is_file():
         return False
     manifest = load_manifest(Path(config.output))
@@ -332,14 +301,12 @@ def identity(plan: ItemPlan, run: PlannedRun) -> str:
     return hash_json([trained, scored, columns, plan.classifier.identity(), dict(VERSIONS)])
 
 
-def scores_of(plan: ItemPlan, run: PlannedRun, data: str | None = None) -> dict[str, Any] | None:
-    """Scores and seconds of a finished run; None if it has none of these settings, or of other data.
-
-    Args:
-        plan: the item.
-        run: the run.
-        data: hash of the tasks' data; None: any.
-    """
+def scores_of(
+    plan: ItemPlan,  # the item
+    run: PlannedRun,  # the run
+    data: str | None = None,  # hash of the tasks' data; None: any
+) -> dict[str, Any] | None:
+    """Scores and seconds of a finished run; None if it has none of these settings, or of other data."""
     try:
         record: dict[str, Any] = read_json(run.folder / "scores.json")
     except (FileNotFoundError, ValueError):

@@ -17,13 +17,11 @@ _PACKAGES = (
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-def facts(command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
-    """Hardware, versions, commit and command of this process.
-
-    Args:
-        command: words of the command.
-        commit: of the code, if it does not run in a git checkout.
-    """
+def facts(
+    command: Sequence[str],  # words of the command
+    commit: str | None = None,  # of the code, if it does not run in a git checkout
+) -> dict[str, Any]:
+    """Hardware, versions, commit and command of this process."""
     return {
         "command": " ".join(command),
         "commit": commit or _commit(),

@@ -32,11 +32,7 @@ _FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError, Enco
 
 
 def plan_lines(plan: ItemPlan) -> list[str]:
-    """The plan as text.
-
-    Raises:
-        UsageError: a folder has shards or a run of other settings or data.
-    """
+    """The plan as text."""
     for run in plan.runs:
         if run.config is not None:
             run_ready(run.config)
@@ -85,23 +81,15 @@ def _work(run: PlannedRun) -> str:
     return f"{config.steps:,} steps x {config.batch_documents} rows = {rows:,}{share}"
 
 
-def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> str:
+def reproduce(
+    plan: ItemPlan,  # the item
+    allow_unchecked: bool,  # score data other than the published ones
+    command: Sequence[str],  # arguments of the command, for the results
+) -> str:
     """Runs the unfinished part of an item; returns the results as Markdown.
 
     Each run is an ordinary run folder. A killed call continues where its checkpoints are. What one run lacks, such as
     shards whose corpus is missing, stops no other run.
-
-    Args:
-        plan: the item.
-        allow_unchecked: score data other than the published ones.
-        command: arguments of the command, for the results.
-
-    Raises:
-        UsageError: nothing can be scored; or runs failed, after all others have finished.
-        RunLockedError: another command works in the folder.
-        RunStoppedError: this process received a signal; the same command continues.
-        TrainingFailedError: the start cannot be trained.
-        ConfigError: settings of the start do not fit its shards.
     """
     scorer, failed = Scorer(plan, allow_unchecked), dict[str, str]()  # refuses data before anything is trained
     plan.folder.mkdir(parents=True, exist_ok=True)

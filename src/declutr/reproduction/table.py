@@ -34,8 +34,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, find_latest
 _CONFIDENCE = 0.95
 _ROUNDING = 1e-9  # of numbers in percent, as a share of their difference if it is above 1
 
-Numbers = Mapping[str, Mapping[int, float]]
-"""A column's numbers by cell and seed."""
+Numbers = Mapping[str, Mapping[int, float]]  # A column's numbers by cell and seed
 
 Items = Mapping[str, Mapping[int, Sequence[float]]]
 """Errors of a column's test items (`bootstrap.item_errors`) by cell and seed; without those of runs that have none."""
@@ -47,17 +46,13 @@ def say(line: str) -> None:
 
 
 class Scorer:
-    """Scores runs of an item on SentEval's tasks.
+    """Scores runs of an item on SentEval's tasks."""
 
-    Args:
-        plan: the item.
-        allow_unchecked: score data other than the published ones.
-
-    Raises:
-        UsageError: a task has no usable data.
-    """
-
-    def __init__(self, plan: ItemPlan, allow_unchecked: bool) -> None:
+    def __init__(
+        self,
+        plan: ItemPlan,  # the item
+        allow_unchecked: bool,  # score data other than the published ones
+    ) -> None:
         if not plan.columns:
             raise UsageError(f"nothing can be scored: {'; '.join(plan.unscored.values())}; name --senteval")
         self._plan, folder = plan, plan.senteval
@@ -78,12 +73,7 @@ class Scorer:
         """Hash of the tasks' files."""
 
     def score(self, run: PlannedRun) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
-        """Numbers of a finished run by column, the errors of their test items, and the warnings of their scoring.
-
-        Raises:
-            UsageError: a number is missing.
-            EncoderError: the encoder cannot be loaded.
-        """
+        """Numbers of a finished run by column, the errors of their test items, and the warnings of their scoring."""
         columns = self._plan.columns
         checkpoints = sorted({column.checkpoint for column in columns.values() if column.tasks})
         evaluated = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in checkpoints}
@@ -119,11 +109,7 @@ class Scorer:
 
 
 def number_of(task: str, column: Column, evaluated: Evaluated) -> tuple[float, Sequence[float]]:
-    """The number of a task, in percent, and the errors of its test items; none of a dev number, F1 or recall.
-
-    Raises:
-        UsageError: it is missing.
-    """
+    """The number of a task, in percent, and the errors of its test items; none of a dev number, F1 or recall."""
     protocol = _protocol(task, column)
     report = next(iter(evaluated.reports.values())) if protocol is None else evaluated.reports[protocol]
     if task not in report.results:
@@ -149,26 +135,17 @@ def _protocol(task: str, column: Column) -> Protocol | None:
 class Difference:
     """A label of an axis against another one or the start."""
 
-    axis: str
-    """The axis."""
-    label: str
-    """The label."""
-    base: str
-    """The label or start that it is compared with."""
-    within: str
-    """Label of the other axis; "" for the mean over all."""
-    seeds: int
-    """Number of seeds with all runs of both."""
-    difference: float
-    """Mean difference."""
-    spread: float | None = None
-    """Standard deviation of the differences; None with one seed."""
+    axis: str  # the axis
+    label: str  # the label
+    base: str  # the label or start that it is compared with
+    within: str  # label of the other axis; "" for the mean over all
+    seeds: int  # number of seeds with all runs of both
+    difference: float  # mean difference
+    spread: float | None = None  # Standard deviation of the differences; None with one seed
+    # 95% interval of the mean difference; None with one seed, or if nothing varies but by rounding.
     interval: tuple[float, float] | None = None
-    """95% interval of the mean difference; None with one seed, or if nothing varies but by rounding."""
-    p: float | None = None
-    """Probability of such a difference if there is none (two-sided); None where the interval is."""
-    items: int = 0
-    """Number of test items whose choice the interval holds; 0: it holds seeds alone."""
+    p: float | None = None  # probability of such a difference if there is none (two-sided); None where the interval is
+    items: int = 0  # number of test items whose choice the interval holds; 0: it holds seeds alone
 
     @property
     def measurable(self) -> bool:
@@ -177,20 +154,15 @@ class Difference:
 
 
 def compare_labels(
-    cells: Mapping[str, Mapping[str, str]],
-    numbers: Numbers,
+    cells: Mapping[str, Mapping[str, str]],  # label by axis of each cell, by its name; the start has no labels
+    numbers: Numbers,  # the column's numbers of finished runs
+    # labels to compare, the first one against the second, in place of an axis' others against its first.
     pairs: Sequence[tuple[str, str]] = (),
-    items: Items | None = None,
+    items: Items | None = None,  # errors of the column's test items
 ) -> list[Difference]:
     """Each label of each axis against the first label of its axis, or the axis' pairs, and then against the start.
 
     Those without a common seed are left out.
-
-    Args:
-        cells: label by axis of each cell, by its name; the start has no labels.
-        numbers: the column's numbers of finished runs.
-        pairs: labels to compare, the first one against the second, in place of an axis' others against its first.
-        items: errors of the column's test items.
     """
     differences = []
     starts, trained = {name for name in cells if not cells[name]}, {name: own for name, own in cells.items() if own}
@@ -256,19 +228,12 @@ def _compare(sides: tuple[str, str, str, str], gains: Sequence[float], errors: N
 
 
 def write_results(
-    plan: ItemPlan,
-    scored: Sequence[tuple[PlannedRun, Mapping[str, Any] | None]],
-    command: Sequence[str],
-    failed: Mapping[str, str],
+    plan: ItemPlan,  # the item
+    scored: Sequence[tuple[PlannedRun, Mapping[str, Any] | None]],  # each run with its scores, None without any
+    command: Sequence[str],  # arguments of the command
+    failed: Mapping[str, str],  # reason of each run of this call that failed, by its name
 ) -> str:
-    """Writes the files from the runs that have finished; returns the Markdown.
-
-    Args:
-        plan: the item.
-        scored: each run with its scores, None without any.
-        command: arguments of the command.
-        failed: reason of each run of this call that failed, by its name.
-    """
+    """Writes the files from the runs that have finished; returns the Markdown."""
     cells, seeds = {run.cell: run for run in plan.runs}, sorted({run.seed for run in plan.runs})
     finished = [(run, record) for run, record in scored if record]
     records = {run.name: record for run, record in finished}

@@ -33,10 +33,12 @@ from declutr.trainer.objectives.scores import held_out_rows
 
 
 def ntxent(
-    embeddings: Tensor,
-    temperature: float,
-    queue: Tensor | None = None,
+    embeddings: Tensor,  # `(2M, D)`, anchors first; row i and row i + M are each other's positive
+    temperature: float,  # t
+    queue: Tensor | None = None,  # `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient
+    # this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
     row_shard: RowShard | None = None,
+    # `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
     documents: Tensor | None = None,
 ) -> Tensor:
     """Mean over the 2M terms of -log(exp(s_ij/t) / sum_k exp(s_ik/t)), k over all but i and over the queue.
@@ -44,13 +46,6 @@ def ntxent(
     With `documents`, k leaves out the rows of i's own document except its positive j.
 
     The loss and its gradient hold only a few tiles of the 2M x (2M + Q) scores at a time.
-
-    Args:
-        embeddings: `(2M, D)`, anchors first; row i and row i + M are each other's positive.
-        temperature: t.
-        queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
-        row_shard: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
-        documents: `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         rows = unit_rows(embeddings)
@@ -109,22 +104,14 @@ class _Scores:
 
     A score that is no negative has the lowest finite number: that of a row with itself, with its positive and, if
     `owners` is given, with the other rows of its document.
-
-    Attributes:
-        rows: `(2M, D)`, anchors first.
-        queue: `(Q, D)`.
-        temperature: divisor of the scores.
-        size: rows and columns of a tile.
-        row_shard: this worker's rows; None: all.
-        owners: `(2M,)` keys of the rows' documents; None: rows of one document are negatives.
     """
 
-    rows: Tensor
-    queue: Tensor
-    temperature: float
-    size: int
-    row_shard: RowShard | None
-    owners: Tensor | None
+    rows: Tensor  # `(2M, D)`, anchors first
+    queue: Tensor  # `(Q, D)`
+    temperature: float  # divisor of the scores
+    size: int  # rows and columns of a tile
+    row_shard: RowShard | None  # this worker's rows; None: all
+    owners: Tensor | None  # `(2M,)` keys of the rows' documents; None: rows of one document are negatives
 
     def log_sums(self) -> Tensor:
         """`(2M,)` logsumexp of each row's negatives; with a row shard, of its rows alone."""
@@ -162,11 +149,7 @@ class _Scores:
 
 
 def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Tensor]:
-    """A pytorch-metric-learning loss of `(2M, D)` embeddings, called as `ntxent` is, with its miner.
-
-    Raises:
-        ValueError: the loss has trainable weights (it classifies into known classes), or rejects its arguments.
-    """
+    """A pytorch-metric-learning loss of `(2M, D)` embeddings, called as `ntxent` is, with its miner."""
     from pytorch_metric_learning import losses, miners
 
     try:
@@ -189,11 +172,7 @@ def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Ten
 
 
 class Declutr(Objective[DeclutrConfig]):
-    """The contrastive loss over `(M, 2, D)` views, each an anchor and the mean of its positives.
-
-    Raises:
-        ValueError: a loss of pytorch-metric-learning rejects its arguments.
-    """
+    """The contrastive loss over `(M, 2, D)` views, each an anchor and the mean of its positives."""
 
     def __init__(self, config: DeclutrConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
@@ -208,11 +187,7 @@ class Declutr(Objective[DeclutrConfig]):
         return SpanCollator(self.config, self.run, vocabulary, max_content)
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
-        """`(m, 2, D)`: each anchor and its positives' mean (paper, 3.1), from `(S, D)` in the collator's order.
-
-        Raises:
-            ValueError: the number of spans does not match the anchors and their positives.
-        """
+        """`(m, 2, D)`: each anchor and its positives' mean (paper, 3.1), from `(S, D)` in the collator's order."""
         rows, spans_a_row = batch.num_rows, 1 + self.config.unmasked_anchors + self.run.spans.num_positives
         if len(embeddings) != rows * spans_a_row:
             raise ValueError(f"{len(embeddings)} spans do not match {rows} anchors with {spans_a_row} spans each")
@@ -265,11 +240,7 @@ class Declutr(Objective[DeclutrConfig]):
         return {} if self.queue is None else {"queue": self.queue}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Loads the queue unless it is longer than `queue_size`.
-
-        Raises:
-            RuntimeError: the state has other tensors, so it is of another objective.
-        """
+        """Loads the queue unless it is longer than `queue_size`."""
         if unexpected := sorted(state.keys() - {"queue", "queue_documents"}):  # earlier versions saved the second one
             raise RuntimeError(f"unexpected {', '.join(unexpected[:3])}")
         queue = state.get("queue")

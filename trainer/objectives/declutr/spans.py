@@ -35,40 +35,25 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spans:
-    """Spans of n documents.
+    """Spans of n documents."""
 
-    Attributes:
-        anchors: `(n, A, 2)` starts and ends.
-        positives: `(n, A, P, 2)` starts and ends.
-        present: `(n, A)` true for anchors that exist: all, or the first few in short documents. Other spans are 0.
-        queries: `(n, A)` true for anchors that are as short as a query.
-    """
-
-    anchors: I64
-    positives: I64
+    anchors: I64  # `(n, A, 2)` starts and ends
+    positives: I64  # `(n, A, P, 2)` starts and ends
+    # `(n, A)` true for anchors that exist: all, or the first few in short documents. Other spans are 0.
     present: NDArray[np.bool_]
-    queries: NDArray[np.bool_]
+    queries: NDArray[np.bool_]  # `(n, A)` true for anchors that are as short as a query
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers that place the spans of n documents, all in [0, 1).
+    """The random numbers that place the spans of n documents, all in [0, 1)."""
 
-    Attributes:
-        windows: `(n, A)` uniforms that choose the anchors' windows.
-        anchor_lengths: `(n, A)` Beta(4, 2), or `anchor_beta` of the settings.
-        anchor_starts: `(n, A)` uniforms.
-        positive_lengths: `(n, A, P)` Beta(2, 4), or `positive_beta`.
-        positive_starts: `(n, A, P)` uniforms.
-        kinds: `(n, A)` uniforms that choose the anchors that are queries; None: none is.
-    """
-
-    windows: F64
-    anchor_lengths: F64
-    anchor_starts: F64
-    positive_lengths: F64
-    positive_starts: F64
-    kinds: F64 | None = None
+    windows: F64  # `(n, A)` uniforms that choose the anchors' windows
+    anchor_lengths: F64  # `(n, A)` Beta(4, 2), or `anchor_beta` of the settings
+    anchor_starts: F64  # `(n, A)` uniforms
+    positive_lengths: F64  # `(n, A, P)` Beta(2, 4), or `positive_beta`
+    positive_starts: F64  # `(n, A, P)` uniforms
+    kinds: F64 | None = None  # `(n, A)` uniforms that choose the anchors that are queries; None: none is
 
 
 def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose: str = "spans") -> Draws:
@@ -96,26 +81,14 @@ def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose:
 
 
 def place(
-    config: SpanConfig,
-    draws: Draws,
-    num_tokens: I64,
-    windows: I64,
-    window_offsets: I64,
-    short_documents: ShortDocuments = "drop",
+    config: SpanConfig,  # geometry and strategy
+    draws: Draws,  # the random numbers
+    num_tokens: I64,  # `(n,)` lengths of the documents
+    windows: I64,  # the documents' window starts, one after the other (the shards' `windows` column)
+    window_offsets: I64,  # `(n + 1,)` place in `windows` of each document's first window
+    short_documents: ShortDocuments = "drop",  # how the shards were prepared
 ) -> Spans:
-    """Spans of n documents from their draws.
-
-    Args:
-        config: geometry and strategy.
-        draws: the random numbers.
-        num_tokens: `(n,)` lengths of the documents.
-        windows: the documents' window starts, one after the other (the shards' `windows` column).
-        window_offsets: `(n + 1,)` place in `windows` of each document's first window.
-        short_documents: how the shards were prepared.
-
-    Raises:
-        ValueError: a document is too short for this mode; for `drop`, shorter than 2 * A * l_max tokens.
-    """
+    """Spans of n documents from their draws."""
     counts = _count_anchors(config, num_tokens, np.diff(window_offsets), short_documents)
     room = _rooms(config, windows, window_offsets, short_documents)[:, None]
     shortest, longest = config.min_tokens, np.minimum(room, config.max_tokens)
@@ -174,22 +147,14 @@ def place(
 def pair_lengths(
     config: SpanConfig, draws: Draws, windows: I64, window_offsets: I64, short_documents: ShortDocuments = "drop"
 ) -> tuple[I64, I64]:
-    """Tokens of each document's first anchor and first positive, `(n,)` each, distributed as for all spans.
-
-    Raises:
-        ValueError: windows are shorter than `min_tokens`.
-    """
+    """Tokens of each document's first anchor and first positive, `(n,)` each, distributed as for all spans."""
     longest = np.minimum(_rooms(config, windows, window_offsets, short_documents), config.max_tokens)
     anchor = _scale(draws.anchor_lengths[:, 0], config.min_tokens, longest)
     return anchor, _scale(draws.positive_lengths[:, 0, 0], config.min_tokens, longest)
 
 
 def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_documents: ShortDocuments) -> I64:
-    """Number of anchors of each document, `(n,)`: half its windows if those are fewer than 2 * A, else A.
-
-    Raises:
-        ValueError: a document has room for no anchor, or for fewer than A unless the mode is `fewer_anchors`.
-    """
+    """Number of anchors of each document, `(n,)`: half its windows if those are fewer than 2 * A, else A."""
     num_anchors = config.num_anchors
     if short_documents == "drop" and len(num_tokens) and int(num_tokens.min()) < config.min_document_tokens:
         raise ValueError(
@@ -208,11 +173,7 @@ def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_
 
 
 def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: ShortDocuments) -> I64:
-    """Length of each document's windows, `(n,)`, in tokens: the longest span that the shards have room for, or more.
-
-    Raises:
-        ValueError: windows are shorter than `min_tokens`.
-    """
+    """Length of each document's windows, `(n,)`, in tokens: the longest span that the shards have room for, or more."""
     # only the windows tell how prepare treated a short document
     rooms: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
     limit = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
@@ -255,19 +216,13 @@ def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) 
 
 @dataclass(frozen=True)
 class SpanCollator:
-    """Turns documents into the spans of a step.
+    """Turns documents into the spans of a step."""
 
-    Attributes:
-        config: settings of the objective: which losses need which spans, and the masks.
-        run: seed, geometry and strategy of the spans, and the treatment of short documents when they were prepared.
-        vocabulary: ids of the tokenizer.
-        max_content: largest number of tokens of a span, without specials; longer spans are cut at the end.
-    """
-
-    config: DeclutrConfig
+    config: DeclutrConfig  # settings of the objective: which losses need which spans, and the masks
+    # seed, geometry and strategy of the spans, and the treatment of short documents when they were prepared.
     run: RunContext
-    vocabulary: Vocabulary
-    max_content: int
+    vocabulary: Vocabulary  # ids of the tokenizer
+    max_content: int  # largest number of tokens of a span, without specials; longer spans are cut at the end
 
     def sample(self, documents: pa.Table, epochs: I64) -> Spans:
         """Spans of these shard rows in these epochs."""

@@ -28,24 +28,21 @@ from declutr.trainer.objectives.scores import (
     uniformity,
 )
 
-DISTANT = "distant spans"
-"""Purpose under which the random numbers of distant spans are drawn."""
+DISTANT = "distant spans"  # Purpose under which the random numbers of distant spans are drawn
 _CHUNK = 64  # documents in one forward
 
 
 def place_distant(
-    draws: Draws, num_tokens: I64, lengths: tuple[I64, I64], distance: int
+    draws: Draws,  # the random numbers
+    num_tokens: I64,  # `(n,)` lengths of the documents
+    # `(n,)` tokens of the anchors and `(n,)` of the positives; each document has room for both.
+    lengths: tuple[I64, I64],
+    distance: int,  # wanted number of tokens between the two
 ) -> tuple[Spans, NDArray[np.bool_]]:
     """Places an anchor and a positive in each document, with at least `distance` tokens between them.
 
     The remaining tokens are distributed at random before, between and after the two spans, and their order is random
     too. If a document is too short for the distance, one span starts the document and the other ends it.
-
-    Args:
-        draws: the random numbers.
-        num_tokens: `(n,)` lengths of the documents.
-        lengths: `(n,)` tokens of the anchors and `(n,)` of the positives; each document has room for both.
-        distance: wanted number of tokens between the two.
 
     Returns:
         The spans, one anchor and one positive a document, and `(n,)` true where the distance is reached.
@@ -70,19 +67,12 @@ def place_distant(
 
 @dataclass(frozen=True)
 class SpanValidator:
-    """Scores an encoder on held-out documents, shared among the workers.
+    """Scores an encoder on held-out documents, shared among the workers."""
 
-    Attributes:
-        collator: draws one anchor and one touching positive from each document.
-        held_out: the held-out split.
-        rows: `(N,)` rows of the documents to score.
-        sizes: smaller sizes of the embedding to score too.
-    """
-
-    collator: SpanCollator
-    held_out: HeldOutSplit
-    rows: I64
-    sizes: tuple[int, ...] = ()
+    collator: SpanCollator  # draws one anchor and one touching positive from each document
+    held_out: HeldOutSplit  # the held-out split
+    rows: I64  # `(N,)` rows of the documents to score
+    sizes: tuple[int, ...] = ()  # smaller sizes of the embedding to score too
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """All held-out scores; None if embeddings are not finite.

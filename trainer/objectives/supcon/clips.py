@@ -19,31 +19,22 @@ from declutr.pipeline.media.clips import LOWEST_ENERGY
 from declutr.pipeline.shards.shards import ShardSet, document_keys, ragged
 from declutr.trainer.objectives.supcon.config import CropConfig
 
-VIEWS = "views"
-"""Column of the views: `(2, size, size, 3)` uint8 values of an image."""
+VIEWS = "views"  # column of the views: `(2, size, size, 3)` uint8 values of an image
 NUM_VIEWS = 2
 _TRIES = 10  # crops with random sides that may not fit, before the whole image
 _RATIO = 4 / 3  # longest side over the shortest
 _UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-_ORDER = 19
-"""Uniform numbers whose tenth smallest is a draw of Beta(10, 10)."""
+_ORDER = 19  # uniform numbers whose tenth smallest is a draw of Beta(10, 10)
 
 
 @dataclass(frozen=True)
 class ClipFetch:
-    """Makes the views of images, and mixes sounds with others that are drawn from the whole training split.
+    """Makes the views of images, and mixes sounds with others that are drawn from the whole training split."""
 
-    Attributes:
-        config: probabilities and strengths of crops.
-        size: height and width of a view in pixels.
-        seed: seed of the task.
-        mixup: probability that a sound is mixed.
-    """
-
-    config: CropConfig
-    size: int
-    seed: int
-    mixup: float = 0.0
+    config: CropConfig  # probabilities and strengths of crops
+    size: int  # height and width of a view in pixels
+    seed: int  # seed of the task
+    mixup: float = 0.0  # probability that a sound is mixed
 
     def __call__(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
         """The rows of `shards` with the column `views`, or with mixed sounds."""
@@ -52,21 +43,13 @@ class ClipFetch:
         return self.mixed(rows, epochs, shards) if self.mixup else rows
 
     def views(self, rows: pa.Table, epochs: NDArray[np.int64]) -> pa.Table:
-        """The rows with the column `views` instead of `image`.
-
-        Raises:
-            ShardError: an image cannot be decoded, or is of another size than its row says.
-        """
+        """The rows with the column `views` instead of `image`."""
         drawn, images = self._draws(rows, epochs), enumerate(_images(rows))
         views = [b"".join(self.view(image, draws[row]).tobytes() for draws in drawn) for row, image in images]
         return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
     def whole(self, rows: pa.Table) -> pa.Table:
-        """The rows with the column `views` instead of `image`; every view is the whole image.
-
-        Raises:
-            ShardError: as `views`.
-        """
+        """The rows with the column `views` instead of `image`; every view is the whole image."""
         size = self.size, self.size
         views = [NUM_VIEWS * image.resize(size, Image.Resampling.BILINEAR).tobytes() for image in _images(rows)]
         return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
@@ -135,14 +118,13 @@ class ClipFetch:
                 view = kind(view).enhance(float(factors[step]))
         return view
 
-    def mixed(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> pa.Table:
-        """The rows, of which some are mixed; a mixed clip has the label of the louder part.
-
-        Args:
-            rows: n clips.
-            epochs: `(n,)` epoch in which each is read.
-            shards: the training split.
-        """
+    def mixed(
+        self,
+        rows: pa.Table,  # n clips
+        epochs: NDArray[np.int64],  # `(n,)` epoch in which each is read
+        shards: ShardSet,  # the training split
+    ) -> pa.Table:
+        """The rows, of which some are mixed; a mixed clip has the label of the louder part."""
         chosen, partners, shares = self.drawn(rows, epochs, shards.num_documents)
         partner_rows = shards.take(partners)
         labels, other_labels = rows.column("label").to_pylist(), partner_rows.column("label").to_pylist()
@@ -184,16 +166,15 @@ def _images(rows: pa.Table) -> Iterator[Image.Image]:
         yield decoded
 
 
-def mixture(clip: NDArray[np.float32], other: NDArray[np.float32], share: float) -> NDArray[np.float32]:
+def mixture(
+    clip: NDArray[np.float32],  # `(n, num_mel_bins)` log energies a
+    other: NDArray[np.float32],  # `(m, num_mel_bins)` log energies b
+    share: float,  # from 0 to 1
+) -> NDArray[np.float32]:
     """Log energies of share * clip + (1 - share) * other, as long as the clip.
 
     Sounds that are not correlated add their powers: log(share^2 e^a + (1 - share)^2 e^b). The other clip is cut, or
     followed by silence.
-
-    Args:
-        clip: `(n, num_mel_bins)` log energies a.
-        other: `(m, num_mel_bins)` log energies b.
-        share: from 0 to 1.
     """
     powers = share**2 * np.exp(clip.astype(np.float64))
     both = min(len(clip), len(other))

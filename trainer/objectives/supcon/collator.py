@@ -23,17 +23,11 @@ from declutr.trainer.objectives.supcon.config import SupconConfig
 
 @dataclass(frozen=True)
 class ClipCollator:
-    """Cuts two views of each row into patches; the views are consecutive.
+    """Cuts two views of each row into patches; the views are consecutive."""
 
-    Attributes:
-        config: settings of the objective.
-        frontend: size of patches and crops.
-        seed: seed of the task.
-    """
-
-    config: SupconConfig
-    frontend: FrontendConfig
-    seed: int
+    config: SupconConfig  # settings of the objective
+    frontend: FrontendConfig  # size of patches and crops
+    seed: int  # seed of the task
 
     @property
     def fetch(self) -> ClipFetch:

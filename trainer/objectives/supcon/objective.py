@@ -121,16 +121,15 @@ def _tiles(
         yield first, second, scores, same
 
 
-def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int64] | None) -> float | None:
+def nearest_accuracy(
+    queries: Tensor,  # `(N, H)` first views
+    candidates: Tensor,  # `(N, H)` second views
+    labels: NDArray[np.int64] | None,  # `(N,)`; None: without
+) -> float | None:
     """Share of rows whose nearest neighbour, by cosine, is right; ties count against the encoder.
 
     With labels, the neighbour of a row is another row, and right if it has the same label; rows with a label of their
     own are left out. Without, it is right if it is the other view of the same row.
-
-    Args:
-        queries: `(N, H)` first views.
-        candidates: `(N, H)` second views.
-        labels: `(N,)`; None: without.
 
     Returns:
         The share; None if no row has a right and a wrong neighbour.
@@ -148,19 +147,12 @@ def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int
 
 @dataclass(frozen=True)
 class NeighbourValidator:
-    """Scores the encoder behind a task's frontend on held-out rows, shared among workers; without head and dropout.
+    """Scores the encoder behind a task's frontend on held-out rows, shared among workers; without head and dropout."""
 
-    Attributes:
-        collator: cuts rows into patches.
-        held_out: the held-out split.
-        rows: `(N,)` numbers of the rows to score.
-        labelled: true: whole images and sounds are compared by their labels. false: two views as in training.
-    """
-
-    collator: ClipCollator
-    held_out: HeldOutSplit
-    rows: NDArray[np.int64]
-    labelled: bool
+    collator: ClipCollator  # cuts rows into patches
+    held_out: HeldOutSplit  # the held-out split
+    rows: NDArray[np.int64]  # `(N,)` numbers of the rows to score
+    labelled: bool  # true: whole images and sounds are compared by their labels. false: two views as in training.
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The accuracy; empty if it says nothing about these rows, None if embeddings are not finite."""

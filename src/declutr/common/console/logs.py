@@ -74,12 +74,10 @@ class Lines:
         """Accepts the call; a line is flushed when it is written."""
 
 
-def bar(**settings: Any) -> "tqdm[Any]":
-    """A progress bar on stderr in a terminal and a notebook, elsewhere lines; nothing if the logger shows no INFO.
-
-    Args:
-        settings: tqdm's arguments except `file` and `disable`; `bar_format` applies to the bar, not to the lines.
-    """
+def bar(
+    **settings: Any,  # tqdm's arguments except `file` and `disable`; `bar_format` applies to the bar, not to the lines
+) -> "tqdm[Any]":
+    """A progress bar on stderr in a terminal and a notebook, elsewhere lines; nothing if the logger shows no INFO."""
     settings["disable"] = get_logger().level > logging.INFO
     if sys.stderr.isatty():
         return tqdm(file=sys.stderr, **({"dynamic_ncols": True} | settings))

@@ -146,17 +146,15 @@ def _visible_beside_bars(text: str) -> str:
 
 
 class Output:
-    """A text stream around another one, with safe text and a rule for the end of its reader.
-
-    Args:
-        stream: the stream to write to.
-        safe: makes a text safe; None leaves it.
-        when_gone: `raise` the error when the reader has ended, `end` the process silently with the exit status of
-            SIGPIPE, as in `declutr search ... | head`, or `drop` further output.
-    """
+    """A text stream around another one, with safe text and a rule for the end of its reader."""
 
     def __init__(
-        self, stream: TextIO, safe: Callable[[str], str] | None, when_gone: Literal["raise", "end", "drop"]
+        self,
+        stream: TextIO,  # the stream to write to
+        safe: Callable[[str], str] | None,  # makes a text safe; None leaves it
+        # `raise` the error when the reader has ended, `end` the process silently with the exit status of SIGPIPE, as in
+        # `declutr search ... | head`, or `drop` further output.
+        when_gone: Literal["raise", "end", "drop"],
     ) -> None:
         self._stream, self._safe, self.when_gone = stream, safe, when_gone
 
@@ -214,11 +212,7 @@ def lasting_streams() -> None:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Makes control characters visible in everything that the block writes, for any encoding of the terminal.
-
-    Raises:
-        SystemExit: the reader of standard output has ended.
-    """
+    """Makes control characters visible in everything that the block writes, for any encoding of the terminal."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):  # characters that the encoding lacks become \\u2026

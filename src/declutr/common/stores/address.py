@@ -42,11 +42,7 @@ def is_remote(path: str) -> bool:
 
 
 def filesystem(address: str) -> tuple[Any, str, str]:
-    """File system, path in it, and the options (query) of the address.
-
-    Raises:
-        PermissionError: the address holds credentials.
-    """
+    """File system, path in it, and the options (query) of the address."""
     if problem := refusal(address):
         raise PermissionError(problem)
     scheme, _, rest = address.partition("://")
@@ -88,17 +84,12 @@ def short_name(url: str, *parts: bytes) -> str:
     return f"{posixpath.basename(url.partition('?')[0].rstrip('/'))}-{digest[:16]}"
 
 
-def files_below(files: Any, folder: str, levels: int | None = None) -> dict[str, dict[str, Any]]:
-    """Facts of all files below a folder by name; fsspec's `find` and `glob` leave out folders that cannot be listed.
-
-    Args:
-        files: the file system.
-        folder: path in it; none are in one that does not exist.
-        levels: levels of folders to look into, 1: the folder alone; None: all.
-
-    Raises:
-        OSError: a folder cannot be listed, or keys in it cannot be read.
-    """
+def files_below(
+    files: Any,  # the file system
+    folder: str,  # path in it; none are in one that does not exist
+    levels: int | None = None,  # levels of folders to look into, 1: the folder alone; None: all
+) -> dict[str, dict[str, Any]]:
+    """Facts of all files below a folder by name; fsspec's `find` and `glob` leave out folders that cannot be listed."""
     below, waiting = dict[str, dict[str, Any]](), [(folder, 1)]
     while waiting:
         here, level = waiting.pop()
@@ -133,11 +124,7 @@ def _arrow(scheme: str, netloc: str, query: str) -> Any:
 
 @contextmanager
 def network_errors() -> Iterator[None]:
-    """Turns errors of the HTTP libraries into OSError; the libraries have already retried where that helps.
-
-    Raises:
-        OSError: an error of these libraries, or a protocol that is unknown or not installed.
-    """
+    """Turns errors of the HTTP libraries into OSError; the libraries have already retried where that helps."""
     # Imported here because it takes half a second.
     import pyarrow as pa
     from aiohttp import ClientError

@@ -15,8 +15,7 @@ from declutr.common.storage import FileRecord, atomic_folder, records, refuse_na
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 
-PLAN = "plan.json"
-"""The first file of a preparation's output."""
+PLAN = "plan.json"  # the first file of a preparation's output
 
 
 def fetch_all(remote: Folder, local: Path) -> int:
@@ -26,12 +25,6 @@ def fetch_all(remote: Folder, local: Path) -> int:
 
     Returns:
         The number of files fetched.
-
-    Raises:
-        FileNotFoundError: nothing exists at that address.
-        AlteredError: a remote file is missing, altered, or has a name that is not allowed here.
-        RemoteError: a preparation into that address is unfinished, `local` holds other files, the store refuses, or it
-            did not answer in time.
     """
     local = Path(os.path.realpath(local))  # a link stays; what it names is filled
     if local.is_mount():
@@ -73,11 +66,7 @@ def _is_copy(remote: Folder, local: Path, available: Mapping[str, FileRecord | N
 
 
 def _tree(remote: Folder) -> dict[str, FileRecord | None]:
-    """All files below an address with the records of their lists; None for files in no list.
-
-    Raises:
-        AlteredError: a list is invalid, a name must not be written here, or an entry is neither a file nor a folder.
-    """
+    """All files below an address with the records of their lists; None for files in no list."""
     listing = remote.listing()
     if listing is not None:
         return dict(listing)

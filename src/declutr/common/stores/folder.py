@@ -49,8 +49,7 @@ from declutr.common.stores.address import (
 )
 
 _CHUNK_BYTES = 8 * 2**20
-RETRY_SECONDS = 600.0
-"""Time for which a store that does not answer is asked again."""
+RETRY_SECONDS = 600.0  # time for which a store that does not answer is asked again
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0  # between two attempts; each wait is twice as long
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 # Errors that a retry does not change, as Arrow words them.
@@ -64,14 +63,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder at an address; names of its files have their folders separated by `/`.
+    """A folder at an address; names of its files have their folders separated by `/`."""
 
-    Attributes:
-        url: the address, with its options at the end.
-        retry_seconds: time after which a request that has no answer is not sent again; 0: it is sent once.
-    """
-
-    url: str
+    url: str  # the address, with its options at the end
+    # time after which a request that has no answer is not sent again; 0: it is sent once.
     retry_seconds: float = RETRY_SECONDS
 
     def at(self, name: str) -> str:
@@ -113,11 +108,7 @@ class Folder:
         return self._ask(name, lambda files, place: bytes(files.cat_file(place)))
 
     def fetch(self, name: str, target: Path) -> FileRecord:
-        """Copies one file to a temporary place of this host; returns the record of the copy.
-
-        Raises:
-            AlteredError: the file is missing.
-        """
+        """Copies one file to a temporary place of this host; returns the record of the copy."""
 
         def copy(files: Any, place: str) -> FileRecord:
             digest, num_bytes = hashlib.sha256(), 0
@@ -138,11 +129,7 @@ class Folder:
         return self._act(name, copy)
 
     def fetch_all(self, files: Mapping[str, FileRecord | None], target: Path) -> None:
-        """Fetches files to a folder of this host, many at once; a record is None if size and checksum are unknown.
-
-        Raises:
-            AlteredError: a file is missing or differs from its record.
-        """
+        """Fetches files to a folder of this host, many at once; a record is None if size and checksum are unknown."""
 
         def fetch(name: str) -> None:
             place, expected = target / name, files[name]
@@ -163,11 +150,7 @@ class Folder:
         return True
 
     def modified(self, name: str) -> float | None:
-        """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist.
-
-        Raises:
-            RemoteError: also if the store keeps no such time.
-        """
+        """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist."""
         try:
             time = self._ask(name, lambda files, place: files.modified(place))
         except NotImplementedError as error:
@@ -210,11 +193,7 @@ class Folder:
         return self._ask("", look) or {}
 
     def listing(self) -> Files | None:
-        """The files of a complete folder; None if its list is missing.
-
-        Raises:
-            AlteredError: see `decoded`.
-        """
+        """The files of a complete folder; None if its list is missing."""
         raw = self.read(LISTING)
         return None if raw is None else decoded(raw, self.at(LISTING))
 
@@ -231,9 +210,6 @@ class Folder:
 
         Nothing in the folder may change during the transfer. Other files of an earlier transfer are removed. After an
         error of the store, the remote folder is incomplete.
-
-        Raises:
-            AlteredError: a file has a name that `declutr copy` would refuse to fetch.
         """
         new = records(local)
         refuse_names(new, str(local))
@@ -260,10 +236,6 @@ class Folder:
             local: its name on this host.
             files: fetch only these files, of a folder that need not be complete; None: those of its list.
             renew: see above.
-
-        Raises:
-            FileNotFoundError: no complete folder exists at that address.
-            AlteredError: a file is missing or altered.
         """
         if local.exists() and not renew:
             return
@@ -276,16 +248,12 @@ class Folder:
                 with atomic_folder(local, replace=True) as aside:
                     self.fetch_all(files, aside)
 
-    def cached(self, cache: Path, files: Mapping[str, FileRecord] | None = None) -> Path:
-        """This host's copy of the folder, fetched to `cache` at first use; other content gets another copy.
-
-        Args:
-            cache: a folder of this host.
-            files: as for `get`.
-
-        Raises:
-            FileNotFoundError, AlteredError: see `get`.
-        """
+    def cached(
+        self,
+        cache: Path,  # a folder of this host
+        files: Mapping[str, FileRecord] | None = None,  # as for `get`
+    ) -> Path:
+        """This host's copy of the folder, fetched to `cache` at first use; other content gets another copy."""
         files = self._listed() if files is None else files
         local = cache / short_name(self.url, msgspec.json.encode(files, order="sorted"))
         self.get(local, files)
@@ -301,10 +269,6 @@ class Folder:
         """Runs an action on the file system of the address and the path of a file in it; "" stands for the folder.
 
         It is retried while the store does not answer; the start and the end of an outage are logged.
-
-        Raises:
-            AlteredError: a file that the action needs is missing.
-            RemoteError: also if the protocol is unknown, or its library is not installed.
         """
         url = self.at(name)
         try:

@@ -33,8 +33,7 @@ OPSETS = 23, 20
 embeddings that 23 makes of ModernBERT's."""
 _MOST_BYTES = 2**31  # the limit of protobuf
 _MESSAGE_CHARACTERS = 300
-_TABLE_NUMBERS = 2**20
-"""Least numbers of a table of embeddings in integers; smaller ones stay in float32."""
+_TABLE_NUMBERS = 2**20  # least numbers of a table of embeddings in integers; smaller ones stay in float32
 _DOMAIN = "com.microsoft"  # ONNX itself has no product of integers with scales and a bias
 
 
@@ -63,11 +62,7 @@ class _Graph(nn.Module):
 
 
 def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
-    """Write the graph, the tokenizer and the settings to an existing folder.
-
-    Raises:
-        EncoderError: the encoder is too large for one file, or has a layer that ONNX cannot express.
-    """
+    """Write the graph, the tokenizer and the settings to an existing folder."""
     if not encoder.pools_prompt:
         raise EncoderError(f"{encoder.name}: leaves its prompt out of the pooling, which a graph cannot")
     size = sum(4 * p.numel() for module in (encoder.encoder.model, encoder.after) for p in module.parameters())

@@ -23,31 +23,23 @@ Target = Literal["onnx", "onnx-int8", "static"]
 class ExportConfig(Strict):
     """Settings of one export."""
 
-    model: str
-    """Name as `load_encoder` takes it."""
-    to: Target
-    """Form to write: a graph in float32, a graph in 8-bit integers, or a table of token vectors."""
-    output: Path
-    """Folder to create."""
+    model: str  # name as `load_encoder` takes it
+    to: Target  # form to write: a graph in float32, a graph in 8-bit integers, or a table of token vectors
+    output: Path  # folder to create
+    # Maximum tokens of one input of a graph; the encoder's own limit if not set.
     max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of one input of a graph; the encoder's own limit if not set."""
+    # Files, folders and globs of your texts. A table has their words; the ranges of integers cover them; without `stsb`
+    # and `pairs`, encoder and export are compared on them, integers on every second.
     corpus: list[str] = Field(default_factory=list)
-    """Files, folders and globs of your texts. A table has their words; the ranges of integers cover them; without
-    `stsb` and `pairs`, encoder and export are compared on them, integers on every second."""
-    text_field: TextField = "text"
-    """Key or column of the text in `corpus`, or several, as `prepare` takes them."""
+    text_field: TextField = "text"  # key or column of the text in `corpus`, or several, as `prepare` takes them
     # 15,000 lose .2 points of STS-B (docs/evidence/log.md)
-    vocabulary_size: int = Field(default=30_000, ge=100, le=1_000_000)
-    """Most tokens of a table."""
+    vocabulary_size: int = Field(default=30_000, ge=100, le=1_000_000)  # most tokens of a table
     # 384 gain .3 points of STS-B (docs/evidence/log.md)
-    dimensions: int = Field(default=256, ge=2)
-    """Most numbers of an embedding of a table."""
-    stsb: Path | None = None
-    """Folder with STS-B's sts-test.csv, on which both encoders are scored."""
-    pairs: Path | None = None
-    """Your queries with the texts that they should find, on which both encoders are scored."""
+    dimensions: int = Field(default=256, ge=2)  # most numbers of an embedding of a table
+    stsb: Path | None = None  # folder with STS-B's sts-test.csv, on which both encoders are scored
+    pairs: Path | None = None  # Your queries with the texts that they should find, on which both encoders are scored
+    # Run Python code that comes with the model. Only for models you trust.
     trust_remote_code: bool = Field(default=False, strict=True)
-    """Run Python code that comes with the model. Only for models you trust."""
 
 
 _FIELD = ". --text-field names the key or column of the text"
@@ -57,29 +49,20 @@ _CORPUS_CHARACTERS = 100_000_000
 
 @dataclass(frozen=True)
 class Inputs:
-    """Texts of an export.
+    """Texts of an export."""
 
-    Attributes:
-        corpus: the user's texts.
-        measured: texts of STS-B or of the test, on which encoder and export are compared; empty: those of the corpus,
-            or general sentences.
-        test: the user's retrieval test.
-        corpus_facts: number of texts of the corpus that were read, of records that could not be by reason, and whether
-            the corpus was cut; None without a corpus.
-    """
-
-    corpus: list[str]
+    corpus: list[str]  # the user's texts
+    # texts of STS-B or of the test, on which encoder and export are compared; empty: those of the corpus, or general
+    # sentences.
     measured: list[str]
-    test: RetrievalTest | None
+    test: RetrievalTest | None  # the user's retrieval test
+    # number of texts of the corpus that were read, of records that could not be by reason, and whether the corpus was
+    # cut; None without a corpus.
     corpus_facts: dict[str, Any] | None
 
 
 def read_inputs(config: ExportConfig) -> Inputs:
-    """Read the data of an export.
-
-    Raises:
-        UsageError: every problem of the settings and the data.
-    """
+    """Read the data of an export."""
     problems, corpus, judged = list[str](), list[str](), list[str]()
     corpus_facts: dict[str, Any] | None = None
     test = None
@@ -118,11 +101,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
 
 
 def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
-    """Texts of files, folders and globs, and `Inputs.corpus_facts`.
-
-    Raises:
-        UsageError: nothing can be read.
-    """
+    """Texts of files, folders and globs, and `Inputs.corpus_facts`."""
     from declutr.pipeline.job.units import UnitReader, plan_units  # loads pyarrow, for which no --help waits
 
     settings = {"kind": "files", "paths": config.corpus, "text_field": config.text_field}

@@ -165,23 +165,16 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 MEASUREMENT = "measurement.json"
-_TEXTS = 512
-"""Most texts that are measured, and that decide the ranges of integers."""
+_TEXTS = 512  # most texts that are measured, and that decide the ranges of integers
 _LEAST_COSINE = 0.9999
 
 
-def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[str, Any]:
-    """Write the folder with its measurement and its card; return the measurement.
-
-    Args:
-        config: settings.
-        inputs: their data.
-        facts: hardware, versions, commit and command.
-
-    Raises:
-        EncoderError: the encoder cannot be loaded or exported.
-        FileExistsError: the output exists.
-    """
+def export_encoder(
+    config: ExportConfig,  # settings
+    inputs: Inputs,  # their data
+    facts: dict[str, Any],  # hardware, versions, commit and command
+) -> dict[str, Any]:
+    """Write the folder with its measurement and its card; return the measurement."""
     options: dict[str, Any] = {"max_tokens": config.max_tokens, "trust_remote_code": config.trust_remote_code}
     encoder = load_encoder(config.model, device="cpu", precision="fp32", **options)
     sentences, floats = general_sentences(), dict[str, SentenceEncoder]()
@@ -217,11 +210,7 @@ def export_encoder(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) 
 def _write_onnx(
     config: ExportConfig, encoder: SentenceEncoder, texts: Sequence[str], folder: Path
 ) -> dict[str, SentenceEncoder]:
-    """Write the graph; for integers, return the graph in float32, which they are compared with.
-
-    Raises:
-        EncoderError: the encoder is no transformer, or the graph gives other embeddings.
-    """
+    """Write the graph; for integers, return the graph in float32, which they are compared with."""
     if not isinstance(encoder, TransformerEncoder):
         raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX")
     from declutr.evaluation.export.graph import OPSETS, quantize, write_graph
@@ -272,11 +261,7 @@ _MIN_TOKENS = 100
 def write_static(
     encoder: SentenceEncoder, texts: Sequence[str], folder: Path, vocabulary_size: int, dimensions: int
 ) -> None:
-    """Write the table of at most that size, its tokenizer, and the files by which sentence-transformers loads them.
-
-    Raises:
-        EncoderError: the corpus has too few different words.
-    """
+    """Write the table of at most that size, its tokenizer, and the files by which sentence-transformers loads them."""
     tokenizer = _tokenizer(encoder, texts, vocabulary_size)
     tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
     if len(tokens) < _MIN_TOKENS:

@@ -33,9 +33,6 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
     recall@k: share of the relevant texts among the first k. mrr: 1 / position of the first relevant text. ndcg@10:
     sum of 1 / log2(1 + position) over the relevant texts among the first 10, divided by its largest possible value
     (Järvelin and Kekäläinen 2002). Each query has a relevant text at least.
-
-    Raises:
-        EncoderError: a score is NaN.
     """
     if np.isnan(scores).any():  # no score exceeds NaN, so that its text would be the first
         raise EncoderError("an embedding is not finite, so that texts have no order")
@@ -66,26 +63,18 @@ def _first(before: int, ties: int, relevant: int) -> float:
 
 
 BM25, IDF = NAMES["bm25"], NAMES["idf"]
-_COLLAPSED = 0.999
-"""Mean cosine of any two texts above which an encoder tells them no longer apart in float32's noise."""
+_COLLAPSED = 0.999  # mean cosine of any two texts above which an encoder tells them no longer apart in float32's noise
 _CHUNK_QUERIES = 512  # each has a score for every text in memory
-SEED = 0
-"""Seed of the bootstrap: the same file gives the same intervals."""
+SEED = 0  # seed of the bootstrap: the same file gives the same intervals
 
 
 @dataclass(frozen=True)
 class RetrievalScores:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: of the encoder or baseline.
-        values: `(Q, 5)` of each query, in the order of `MEASURES`.
-        answers: `(Q,)` of `RetrievalTest`.
-    """
-
-    name: str
-    values: F64
-    answers: NDArray[np.int64]
+    name: str  # of the encoder or baseline
+    values: F64  # `(Q, 5)` of each query, in the order of `MEASURES`
+    answers: NDArray[np.int64]  # `(Q,)` of `RetrievalTest`
 
     def facts(self) -> dict[str, Any]:
         """Mean and 95% interval of each measure; the interval is None for fewer than `MIN_ROWS` answers."""
@@ -215,11 +204,7 @@ def _table(
 
 
 def stsb_values(encoder: SentenceEncoder, folder: Path) -> F64:
-    """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
+    """`(N, 2)` cosine and judgement of each pair of STS-B's test set."""
     judgements, first, second = zip(*read_pairs(folder, STSB_TEST), strict=True)
     rows, other_rows = (encoder.encode(texts).astype(np.float64) for texts in (first, second))
     return judged_cosines(rows, other_rows, judgements)

@@ -32,18 +32,12 @@ class NanoTest:
 
     name: str
     test: RetrievalTest
-    digest: str
-    """Hash of its files."""
-    left_out: int
-    """Judgements of documents that are not in its files, which count for nothing."""
+    digest: str  # hash of its files
+    left_out: int  # Judgements of documents that are not in its files, which count for nothing
 
 
 def split_names(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The tests that some of the words name, in the order of `NAMES`, and the other words.
-
-    Raises:
-        DataError: a word begins like a name and is none.
-    """
+    """The tests that some of the words name, in the order of `NAMES`, and the other words."""
     tests_by_word = {name.lower(): (name,) for name in NAMES} | {SET: NAMES}
     nano_words = [word for word in words if word.lower().startswith("nano")]
     if wrong := next((word for word in nano_words if word.lower() not in tests_by_word), None):
@@ -53,11 +47,7 @@ def split_names(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
-    """Read tests from `folder/nanobeir`.
-
-    Raises:
-        DataError: files are missing, with all of them, or one is too large or damaged, or a test is empty.
-    """
+    """Read tests from `folder/nanobeir`."""
     root = folder / SET
     parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
     lacking = {name: ", ".join(part for part in _PARTS if not parts[name][part]) for name in names}
@@ -132,9 +122,6 @@ def score_nanobeir(
     """`(5,)` means of `MEASURES` over the queries of each test, by size of the embedding and name of the test.
 
     `sizes` are smaller ones; the whole embedding is always scored. `say` receives progress lines.
-
-    Raises:
-        DataError: an embedding is not finite.
     """
     means: dict[int, dict[str, F64]] = {size: {} for size in (*sizes, encoder.size)}
     for nano in tests:

@@ -18,8 +18,7 @@ from declutr.common.console.terminal import excerpt, shorten
 from declutr.common.errors import DataError, suggest
 from declutr.common.storage import hash_json
 
-MOST_BYTES = 2**30
-"""Largest file of pairs or documents, because both are held in memory."""
+MOST_BYTES = 2**30  # largest file of pairs or documents, because both are held in memory
 _CSV = (".csv", ".tsv")
 _MOST_NAMED, _MOST_CHARACTERS = 5, 80
 Part = Literal["development", "test", "train"]
@@ -27,18 +26,12 @@ Part = Literal["development", "test", "train"]
 
 @dataclass(frozen=True)
 class RetrievalTest:
-    """Queries and the texts among which their answers are searched.
+    """Queries and the texts among which their answers are searched."""
 
-    Attributes:
-        queries: Q distinct queries, in the order of the file.
-        texts: G distinct texts.
-        relevant: for each query the numbers of its texts, ascending.
-        targets: for each query the smallest text or id that the file pairs with it; halves need them.
-    """
-
-    queries: list[str]
-    texts: list[str]
-    relevant: list[list[int]]
+    queries: list[str]  # Q distinct queries, in the order of the file
+    texts: list[str]  # G distinct texts
+    relevant: list[list[int]]  # for each query the numbers of its texts, ascending
+    # for each query the smallest text or id that the file pairs with it; halves need them.
     targets: list[str] = field(default_factory=list)
 
     @cached_property
@@ -97,9 +90,6 @@ def read_test(pairs: Path, documents: Path | None = None, hint: str = "") -> Ret
     JSON Lines or CSV (.csv, .tsv) with a header. A query that occurs several times has several relevant texts. All
     documents are searched, also those that no pair names; documents with the same text are one. `hint` ends an
     error about a column.
-
-    Raises:
-        DataError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
     """
     rows = read_pairs(pairs, ("text",) if documents is None else ("id",), hint)[0]
     if documents is None:
@@ -119,16 +109,11 @@ def read_test(pairs: Path, documents: Path | None = None, hint: str = "") -> Ret
     return test
 
 
-Pair = tuple[int, str, str]
-"""Line, query, and text or id."""
+Pair = tuple[int, str, str]  # line, query, and text or id
 
 
 def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id"), hint: str = "") -> tuple[list[Pair], str]:
-    """Read the pairs of a file, and the first of `keys` that is a column; `hint` ends the error if it has none.
-
-    Raises:
-        DataError: the file is missing, too large or damaged, or lacks a column.
-    """
+    """Read the pairs of a file, and the first of `keys` that is a column; `hint` ends the error if it has none."""
     rows = list(_rows(pairs))
     if not rows:
         raise DataError(f"--pairs {pairs}: holds no pairs")
@@ -148,9 +133,6 @@ def read_passages(path: Path) -> dict[str, list[str]]:
     """Passages by the text of their document, which joins those of the same `document` by blank lines.
 
     JSON Lines or CSV (.csv, .tsv) with `text` and `document`; the order is that of the file.
-
-    Raises:
-        DataError: the file is missing, too large or damaged, or lacks a column.
     """
     passages = dict[str, list[str]]()
     for line, row in _rows(path):
@@ -168,9 +150,6 @@ def join_pairs(
     """The test of distinct queries and the relevant texts of each.
 
     `number` has the numbers of the texts by text or id. The `texts` of `where` may be elsewhere, and are then empty.
-
-    Raises:
-        DataError: a pair names none of the texts.
     """
     relevant: dict[str, set[int]] = {}
     targets: dict[str, str] = {}

@@ -33,8 +33,7 @@ class Examples:
     """Features and classes."""
 
     features: Table
-    labels: Tensor
-    """(N,) classes from 0."""
+    labels: Tensor  # (N,) classes from 0
 
 
 def examples(features: Table, labels: ArrayLike) -> Examples:
@@ -46,8 +45,7 @@ def examples(features: Table, labels: ArrayLike) -> Examples:
 class Fits:
     """Fitted classifiers of S sets and R decays, each in its best state."""
 
-    accuracies: NDArray[np.float64]
-    """(S, R) best dev accuracies, in [0, 1]."""
+    accuracies: NDArray[np.float64]  # (S, R) best dev accuracies, in [0, 1]
     network: Network
 
     def predict(

@@ -185,18 +185,15 @@ _MAX_MEMBER_BYTES = 256 << 20  # no published file has as many, and a compressed
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60
 _ATTEMPTS = 3
-_BELOW = "downstream/"
-"""Folder of the data of which names in the archive lack the name."""
+_BELOW = "downstream/"  # folder of the data of which names in the archive lack the name
 
 
 class Fetched(NamedTuple):
     """Result for one file, by its path relative to the data folder."""
 
     path: str
-    outcome: Literal["fetched", "kept", "failed"]
-    """kept: it existed."""
-    note: str = ""
-    """Reason of the failure, or a remark."""
+    outcome: Literal["fetched", "kept", "failed"]  # kept: it existed
+    note: str = ""  # reason of the failure, or a remark
 
 
 @cache
@@ -209,9 +206,6 @@ def fetch(url: str, target: Path, expected: str = "") -> None:
     """Fetch `url` to `target`, completely or not at all; a broken connection begins again, at most three times.
 
     `expected` is git's SHA-1 of the content, "" if unknown.
-
-    Raises:
-        RemoteError: the file was not found, is too large, broke off three times, or has another hash.
     """
     if not url.startswith(("http://", "https://")):
         raise RemoteError(f"{url}: is no address that starts with http:// or https://")
@@ -244,16 +238,14 @@ def fetch(url: str, target: Path, expected: str = "") -> None:
 
 
 def download(
-    folder: Path, names: Collection[str], mirror: str | None, say: Callable[[str], None] = lambda _: None
+    folder: Path,  # the data folder
+    names: Collection[str],  # of the tasks
+    # address of a copy, with a file at `mirror/<path>`, an archive at `mirror/<its file name>`; None: the public
+    # sources. A single file must have its known hash, wherever it comes from.
+    mirror: str | None,
+    say: Callable[[str], None] = lambda _: None,  # called with a line before each transfer
 ) -> list[Fetched]:
     """Fetch all missing files of tasks; continue after failures.
-
-    Args:
-        folder: the data folder.
-        names: of the tasks.
-        mirror: address of a copy, with a file at `mirror/<path>`, an archive at `mirror/<its file name>`; None: the
-            public sources. A single file must have its known hash, wherever it comes from.
-        say: called with a line before each transfer.
 
     Returns:
         A result for each file. An existing file is kept, whatever its content: the check reports errors in it.

@@ -21,12 +21,9 @@ _BLOCK_BYTES = 4 * 2**20  # of rows per read: fits a CPU's cache
 class Table:
     """Features of examples."""
 
-    first: Tensor
-    """`(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs."""
-    second: Tensor | None = None
-    """`(N, size)` of the second sentences; None for single sentences."""
-    keep_both: bool = False
-    """For pairs, put a and b before the products, as SNLI does."""
+    first: Tensor  # `(N, size)` float32, contiguous: embeddings of the examples, or of the first sentences of pairs
+    second: Tensor | None = None  # `(N, size)` of the second sentences; None for single sentences
+    keep_both: bool = False  # for pairs, put a and b before the products, as SNLI does
 
     def __len__(self) -> int:
         return len(self.first)
@@ -91,12 +88,9 @@ _FOLD_SEED = 1111  # seed of InnerKFold's folds, whatever the configured seed
 class TrainingSet:
     """Rows of one or several fits that differ only in their regularisation."""
 
-    train: Rows
-    """Row numbers of the training table; their order matters, because permutations are of positions."""
-    dev: Rows
-    """Row numbers of the dev table (the training table if the set is a fold)."""
-    num_drawn: int = 0
-    """Length of the permutation drawn from the fit's stream before training; 0 for none."""
+    train: Rows  # row numbers of the training table; their order matters, because permutations are of positions
+    dev: Rows  # row numbers of the dev table (the training table if the set is a fold)
+    num_drawn: int = 0  # length of the permutation drawn from the fit's stream before training; 0 for none
 
     def __post_init__(self) -> None:
         if not len(self.train) or not len(self.dev):
@@ -116,9 +110,6 @@ def stratified_folds(labels: ArrayLike, num_folds: int, seed: int = _FOLD_SEED) 
 
     Each class is dealt out over the folds in the shares found at every num_folds-th place of the sorted labels. The
     deal of each class is then shuffled, classes in order of first appearance.
-
-    Raises:
-        ValueError: no class has as many rows as there are folds, or fewer than two folds were requested.
     """
     values, first, inverse = np.unique(np.asarray(labels), return_index=True, return_inverse=True)
     num_classes = len(values)

@@ -41,14 +41,13 @@ SICK = ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
 class SplitRows:
     """Rows of one split in file order."""
 
-    first: list[WordList] = field(default_factory=list)
-    """Words of each row's first sentence."""
+    first: list[WordList] = field(default_factory=list)  # words of each row's first sentence
+    # Words of each row's second sentence; empty if a row is one sentence.
     second: list[WordList] = field(default_factory=list)
-    """Words of each row's second sentence; empty if a row is one sentence."""
+    # Class number, class name (probing) or gold score of each row.
     labels: list[int] | list[str] | list[float] = field(default_factory=list)
-    """Class number, class name (probing) or gold score of each row."""
+    # `(I, D)` features of the images, of which labels are the numbers (retrieval alone).
     features: NDArray[np.float32] | None = None
-    """`(I, D)` features of the images, of which labels are the numbers (retrieval alone)."""
 
 
 def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[str]:
@@ -56,10 +55,6 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
 
     `unicode_breaks` ends lines also at the rarer separators (form feed, NEL, U+2028...), as `str.splitlines` does. Some
     of the official loaders use it, others iterate over the file.
-
-    Raises:
-        DataError: the file is missing, empty, or not text in that encoding (the message names the first bad line), or a
-            pickle, LFS pointer or web page is in its place.
     """
     try:
         content = path.read_bytes()
@@ -88,11 +83,7 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
 
 
 def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], skipped: int = 0) -> list[Parsed]:
-    """Parse every line except the first `skipped`.
-
-    Raises:
-        DataError: `parse` raised ValueError, KeyError or IndexError; the message names the line.
-    """
+    """Parse every line except the first `skipped`."""
     parsed = []
     for number, line in enumerate(lines[skipped:], start=skipped + 1):
         try:
@@ -127,11 +118,7 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
 
 
 def read_translation(path: Path) -> SplitRows:
-    """`"a","b",0..5` as CSV without a header, UTF-8; a sentence is kept as it is, as one word.
-
-    Raises:
-        DataError: a row without three cells, or a score outside 0..5; the message names the row's last line.
-    """
+    """`"a","b",0..5` as CSV without a header, UTF-8; a sentence is kept as it is, as one word."""
     # lines have their ends again, because a quoted sentence may hold line breaks
     rows, reader = SplitRows(), csv.reader((f"{line}\n" for line in read_lines(path, "utf-8")), strict=True)
     scores: list[float] = []
@@ -189,11 +176,7 @@ def read_probing(path: Path) -> dict[str, SplitRows]:
 
 
 def read_retrieval(path: Path, captions: Path) -> SplitRows:
-    """Captions with the index of their image, in file order, and the image features.
-
-    Raises:
-        DataError: the array has another shape or type or a value that is not finite, or an image has not five captions.
-    """
+    """Captions with the index of their image, in file order, and the image features."""
     try:
         features = np.load(path, mmap_mode="r", allow_pickle=False)  # a pickle would run its code
     except (ValueError, EOFError, OSError) as error:
@@ -269,12 +252,9 @@ def _same_length(lengths: dict[Path, int]) -> None:
 
 read_trec = partial(
     _tabbed, texts=(1,), label=lambda cells: _place_in(cells[0], TREC), cut=":[^ ]* ", encoding="latin-1"
-)
-"""`LABEL:fine the question`, latin-1; the fine label is dropped."""
-read_sst_fine = partial(_tabbed, texts=(1,), label=lambda cells: _among(int(cells[0]), 5), cut=" ")
-"""`0..4 sentence`."""
-read_sst_binary = partial(_tabbed, texts=(0,), label=lambda cells: _among(int(cells[1]), 2))
-"""`sentence<TAB>0|1`."""
+)  # `LABEL:fine the question`, latin-1; the fine label is dropped
+read_sst_fine = partial(_tabbed, texts=(1,), label=lambda cells: _among(int(cells[0]), 5), cut=" ")  # `0..4 sentence`
+read_sst_binary = partial(_tabbed, texts=(0,), label=lambda cells: _among(int(cells[1]), 2))  # `sentence<TAB>0|1`
 read_mrpc = partial(_tabbed, texts=(3, 4), label=lambda cells: _among(int(cells[0]), 2), header="Quality")
 """`0|1<TAB>id<TAB>id<TAB>a<TAB>b` after a header (which has a byte order mark)."""
 read_entailment = partial(_tabbed, texts=(1, 2), label=lambda cells: _place_in(cells[4], SICK), header="pair_ID")

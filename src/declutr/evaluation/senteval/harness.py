@@ -37,8 +37,7 @@ from declutr.evaluation.senteval.tasks import TASKS, Inspection, TaskData, find,
 VERSIONS: Mapping[Method, int] = {"procedure": 1, "cosine": 2, "geometry": 1}
 """Version of each scoring method; a new version invalidates stored scores."""
 PART_ROWS = 16_384
-_WORTH_IT = 5e6
-"""Cost of fits above which Ray's start-up of some seconds pays off: half a minute or more on one thread."""
+_WORTH_IT = 5e6  # Cost of fits above which Ray's start-up of some seconds pays off: half a minute or more on one thread
 _CACHE = "embeddings"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -49,12 +48,10 @@ Take = Callable[["ScoringUnit"], NDArray[np.float32]]
 class ScoringChoice(Strict):
     """Requested evaluation."""
 
+    # Protocols: the papers whose procedures are followed.
     protocols: tuple[Protocol, ...] = Field(("senteval",), min_length=1)
-    """Protocols: the papers whose procedures are followed."""
-    classifier: ClassifierConfig = ClassifierConfig()
-    """Classifier settings."""
-    geometry: bool = True
-    """Compute alignment and uniformity, of all sentences of STS-B."""
+    classifier: ClassifierConfig = ClassifierConfig()  # Classifier settings
+    geometry: bool = True  # compute alignment and uniformity, of all sentences of STS-B
 
     def methods(self, task_name: str) -> tuple[Method, ...]:
         """Methods that score a task; STS-B also gets alignment and uniformity if they are chosen."""
@@ -66,20 +63,15 @@ class ScoringChoice(Strict):
 class StoredUnit(Strict):
     """Content of a unit's file."""
 
-    identity: str
-    """Hash of encoder, data, method and settings."""
+    identity: str  # hash of encoder, data, method and settings
     task: str
     method: Method
-    scores: Mapping[str, float]
-    """Scores by name, see `scores.py`; empty if the unit failed."""
+    scores: Mapping[str, float]  # scores by name, see `scores.py`; empty if the unit failed
+    # Errors of the test items in some of the scores (`Scored.items`); of an older call none.
     items: Mapping[str, tuple[float, ...]] = {}
-    """Errors of the test items in some of the scores (`Scored.items`); of an older call none."""
-    warnings: tuple[str, ...] = ()
-    """Warnings shown next to the score."""
-    failed: str = ""
-    """Reason for a missing score; "" if scored."""
-    seconds: float = Field(ge=0)
-    """Scoring time, without embedding."""
+    warnings: tuple[str, ...] = ()  # Warnings shown next to the score
+    failed: str = ""  # reason for a missing score; "" if scored
+    seconds: float = Field(ge=0)  # Scoring time, without embedding
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,9 @@ class ScoringUnit:
 
     data: TaskData
     method: Method
-    identity: str
-    """Hash of everything that decides the scores."""
+    identity: str  # hash of everything that decides the scores
     path: Path
-    cost: float
-    """Expected time, relative to other units."""
+    cost: float  # Expected time, relative to other units
 
     @property
     def key(self) -> tuple[str, Method]:
@@ -116,14 +106,11 @@ class Evaluated:
     fingerprint: str
     size: int
     reports: Mapping[Protocol, Report]
+    # Alignment and uniformity on STS-B; empty if not requested.
     geometry: Mapping[str, float] = field(default_factory=dict)
-    """Alignment and uniformity on STS-B; empty if not requested."""
-    warnings: tuple[str, ...] = ()
-    """Warnings about the encoder as a whole: collapsed, mostly zero."""
-    seconds: float = 0.0
-    """Summed scoring time of its units."""
-    pretrained: str = ""
-    """Name of the encoder it was trained from; "" if unknown."""
+    warnings: tuple[str, ...] = ()  # Warnings about the encoder as a whole: collapsed, mostly zero
+    seconds: float = 0.0  # summed scoring time of its units
+    pretrained: str = ""  # name of the encoder it was trained from; "" if unknown
 
 
 def evaluate(
@@ -326,11 +313,7 @@ def _parts_folder(cache: Path, encoder: SentenceEncoder, texts: Sequence[str]) -
 
 
 def embed_all(encoder: SentenceEncoder, texts: Sequence[str], cache: Path, say: Say) -> Vectors:
-    """Embed N different texts; reuse the parts of an earlier call in a subfolder of `cache`.
-
-    Raises:
-        EncoderError: embeddings have a shape other than `(N, encoder.size)`, or a value is not finite.
-    """
+    """Embed N different texts; reuse the parts of an earlier call in a subfolder of `cache`."""
     folder = _parts_folder(cache, encoder, texts)
     chunks = [texts[start : start + PART_ROWS] for start in range(0, len(texts), PART_ROWS)]
     paths = [folder / f"part-{number:05d}.npy" for number in range(len(chunks))]

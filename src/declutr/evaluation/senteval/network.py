@@ -26,24 +26,19 @@ DEFAULT_RATES: dict[OptimizerName, float] = {"adam": 1e-3, "rmsprop": 1e-2}  # t
 class ClassifierConfig(Strict):
     """Settings of the classifiers. The defaults are those of the papers' tables: adam, batches of 64, 10 folds."""
 
-    optimizer: OptimizerName = "adam"
-    """adam or rmsprop, with torch's other defaults."""
+    optimizer: OptimizerName = "adam"  # adam or rmsprop, with torch's other defaults
+    # Learning rate; None means the optimizer's default, 1e-3 for adam and 1e-2 for rmsprop.
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate; None means the optimizer's default, 1e-3 for adam and 1e-2 for rmsprop."""
-    batch_size: int = Field(64, ge=1)
-    """Rows per step."""
+    batch_size: int = Field(64, ge=1)  # rows per step
+    # Tolerated dev scores without a new best, counted in total, not in a row; one more stops the fit.
     tenacity: int = Field(5, ge=0)
-    """Tolerated dev scores without a new best, counted in total, not in a row; one more stops the fit."""
-    epoch_size: int = Field(4, ge=1)
-    """Passes between two dev scores."""
-    max_epoch: int = Field(200, ge=0)
-    """Last pass after which another block of passes may start."""
-    num_folds: int = Field(10, ge=2)
-    """k of the cross-validations."""
+    epoch_size: int = Field(4, ge=1)  # passes between two dev scores
+    max_epoch: int = Field(200, ge=0)  # last pass after which another block of passes may start
+    num_folds: int = Field(10, ge=2)  # k of the cross-validations
+    # Weight decays to choose from, by dev score; the first of equal ones wins.
     decays: tuple[float, ...] = Field((1e-5, 1e-4, 1e-3, 1e-2), min_length=1)
-    """Weight decays to choose from, by dev score; the first of equal ones wins."""
+    # Seed of starting weights, orders and held-out rows; InnerKFold's folds always use 1111.
     seed: int = Field(1111, ge=0, lt=2**32)  # NumPy's RandomState takes no larger one
-    """Seed of starting weights, orders and held-out rows; InnerKFold's folds always use 1111."""
 
     @classmethod
     def prototyping(cls) -> Self:
@@ -68,8 +63,7 @@ class ClassifierConfig(Strict):
 class Network:
     """A linear layer for each set and regularisation."""
 
-    parameters: list[Tensor]
-    """Weight (S, R, C, D) and bias (S, R, C)."""
+    parameters: list[Tensor]  # weight (S, R, C, D) and bias (S, R, C)
 
     @property
     def num_sets(self) -> int:
@@ -112,10 +106,9 @@ class Updates:
 
     name: OptimizerName
     learning_rate: float
-    decay: Tensor
-    """(S, R) weight decays."""
+    decay: Tensor  # (S, R) weight decays
+    # First and second moment (adam) or second moment (rmsprop) of each parameter, in its shape.
     moments: list[list[Tensor]]
-    """First and second moment (adam) or second moment (rmsprop) of each parameter, in its shape."""
     num_steps: int = 0
     _counts: list[Tensor] = field(default_factory=list)
 

@@ -36,11 +36,7 @@ test rows; over folds the mean. f1: of class 1 on the test rows, for tasks with 
 
 
 def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
-    """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10.
-
-    Raises:
-        ValueError: a class is too small for the folds.
-    """
+    """Nested cross-validation: k*(4*k + 1) fits with four decays, 410 for k = 10."""
     labels = data.labels.numpy()
     outer = stratified_folds(labels, config.num_folds)
     inner = [
@@ -60,11 +56,7 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> O
 
 
 def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
-    """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested.
-
-    Raises:
-        ValueError: a class is too small for the folds.
-    """
+    """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested."""
     labels = train.labels.numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
     fits = fit_many(train, train, sets, config.decays, config, num_classes)
@@ -79,11 +71,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
 
 
 def split(train: Examples, dev: Examples, test: Examples, num_classes: int, config: ClassifierConfig) -> Outcome:
-    """Let the dev set stop the fits and choose the decay.
-
-    Raises:
-        ValueError: a set is empty.
-    """
+    """Let the dev set stop the fits and choose the decay."""
     only = TrainingSet(np.arange(len(train.labels)), np.arange(len(dev.labels)))
     fits = fit_many(train, dev, [only], config.decays, config, num_classes)
     scores = [round(100 * accuracy, 2) for accuracy in fits.accuracies[0].tolist()]
@@ -121,11 +109,7 @@ _FLAT = 1e-6  # smaller differences between predictions are float32 rounding, wh
 
 @dataclass(frozen=True)
 class Pairs:
-    """Features of pairs and their gold scores (N,), which the reader of their file has checked to be in [0, 5].
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Features of pairs and their gold scores (N,), which the reader of their file has checked to be in [0, 5]."""
 
     features: Table
     scores: NDArray[np.float64]

@@ -23,35 +23,26 @@ from declutr.trainer.objectives.scores import ahead
 
 _PROJECTED_ROWS = 4096
 _SCORED_QUERIES = 512
-SIZE = 1000
-"""Size of the common space."""
+SIZE = 1000  # size of the common space
 MARGIN = 0.2
-NUM_CONTRASTS = 30
-"""Random captions, and random images, contrasted with each pair."""
-BATCH_SIZE = 128
-"""Captions per step."""
-MAX_EPOCH = 20
-"""Last pass after which another pass may start."""
-TENACITY = 3
-"""Tolerated dev scores without a new best; one more stops training."""
+NUM_CONTRASTS = 30  # random captions, and random images, contrasted with each pair
+BATCH_SIZE = 128  # captions per step
+MAX_EPOCH = 20  # last pass after which another pass may start
+TENACITY = 3  # Tolerated dev scores without a new best; one more stops training
 RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 """Percentages of images with one of their captions, and of captions with their image, among the first 1, 5 and 10."""
-FOLD_IMAGES = 1000
-"""Candidate images per fold; recalls are means over folds."""
+FOLD_IMAGES = 1000  # candidate images per fold; recalls are means over folds
 
 
 @dataclass(frozen=True)
 class Gallery:
     """Images and their captions."""
 
-    images: Tensor
-    """(I, D) float32 features."""
-    captions: Tensor
-    """(5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i."""
+    images: Tensor  # (I, D) float32 features
+    captions: Tensor  # (5 I, E) float32 embeddings; 5 i to 5 i + 4 are those of image i
 
 
-Recalls = tuple[float, ...]
-"""Values of `RECALLS`, and the median rank (from 1) of the first caption, and of the image."""
+Recalls = tuple[float, ...]  # values of `RECALLS`, and the median rank (from 1) of the first caption, and of the image
 
 
 def retrieval(train: Gallery, dev: Gallery, test: Gallery, *, seed: int = 1111) -> tuple[Recalls, float, int]:
@@ -93,9 +84,6 @@ def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int) -> R
 
     `choice` of a list with replacement is `randint` below its length; a place at or after `begin` in the list without
     the batch is one batch further in the permutation.
-
-    Raises:
-        ValueError: there are no captions outside the batch.
     """
     size = min(BATCH_SIZE, len(permutation) - begin)
     num_others = len(permutation) - size

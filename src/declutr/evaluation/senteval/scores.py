@@ -59,22 +59,16 @@ class Average:
     """Average over a set of tasks."""
 
     name: str
-    value: float | None
-    """Average in percent; None if a task is missing."""
+    value: float | None  # average in percent; None if a task is missing
+    # Average of the dev scores, as DeCLUTR prints it (with STS12-16's test scores); None also if the set has none.
     dev: float | None = None
-    """Average of the dev scores, as DeCLUTR prints it (with STS12-16's test scores); None also if the set has none."""
-    missing: tuple[str, ...] = ()
-    """Tasks of the set without a score."""
+    missing: tuple[str, ...] = ()  # tasks of the set without a score
+    # Tasks of the set whose data are not the published ones; such an average is not comparable.
     marked: tuple[str, ...] = ()
-    """Tasks of the set whose data are not the published ones; such an average is not comparable."""
 
 
 def headline(task: str, scores: Scores, protocol: Protocol = "senteval") -> float:
-    """Number shown in a table, in percent.
-
-    Raises:
-        KeyError: a score that the number needs is missing.
-    """
+    """Number shown in a table, in percent."""
     procedure = find(task).procedure
     if procedure == "similarity":
         return 100 * scores["spearman.mean" if protocol == "senteval" else "spearman.all"]
@@ -88,11 +82,7 @@ def headline(task: str, scores: Scores, protocol: Protocol = "senteval") -> floa
 
 
 def dev_headline(task: str, scores: Scores) -> float:
-    """Number on dev data, in percent: the one by which a choice may be made.
-
-    Raises:
-        DataError: the task has test data alone.
-    """
+    """Number on dev data, in percent: the one by which a choice may be made."""
     procedure = find(task).procedure
     if procedure == "similarity":
         raise DataError(f"{task} has no dev score, because it has test data alone")
@@ -151,15 +141,13 @@ class TaskResult:
     """Scores of one encoder on one task."""
 
     task: str
-    protocol: Protocol
-    """Protocol that decides which number a table shows."""
+    protocol: Protocol  # Protocol that decides which number a table shows
     scores: Mapping[str, float]
     num_rows: int
-    standing: Standing
-    """Standing of the data compared with the published ones."""
+    standing: Standing  # Standing of the data compared with the published ones
     warnings: tuple[str, ...] = ()
+    # Errors of the test items in some of the scores (`Scored.items`); not in reports.
     items: Mapping[str, Sequence[float]] = field(default_factory=dict, compare=False, repr=False)
-    """Errors of the test items in some of the scores (`Scored.items`); not in reports."""
 
     @property
     def headline(self) -> float:
@@ -244,9 +232,6 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
 
     The classifier settings of SNLI are applied here.
-
-    Raises:
-        ValueError: data or embeddings that cannot be fitted, such as a class smaller than the number of folds.
     """
     task, rows = data.task, sentence_rows([data])
     config = config.for_snli() if task.name == "SNLI" else config

@@ -33,8 +33,8 @@ class Scored:
 
     scores: Mapping[str, float]
     warnings: tuple[str, ...] = ()
+    # Errors of the test items in some of the scores, in percent (`bootstrap.item_errors`).
     items: Mapping[str, Vector] = field(default_factory=dict)
-    """Errors of the test items in some of the scores, in percent (`bootstrap.item_errors`)."""
 
 
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector:
@@ -52,11 +52,7 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector
 
 
 def correlate(predicted: Vector, gold: Vector) -> tuple[float, float]:
-    """Pearson and Spearman (ties averaged) of `(R,)` values with `(R,)` gold scores; 0 if either are all equal.
-
-    Raises:
-        ValueError: fewer than two pairs, or unequal lengths.
-    """
+    """Pearson and Spearman (ties averaged) of `(R,)` values with `(R,)` gold scores; 0 if either are all equal."""
     if len(predicted) != len(gold) or len(gold) < 2:
         raise ValueError(f"{len(predicted)} values and {len(gold)} gold scores: no correlation")
     if np.ptp(predicted) == 0 or np.ptp(gold) == 0:  # a correlation would be NaN
@@ -108,8 +104,7 @@ def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.fl
     return aggregate(pairs)
 
 
-ABOVE = 4.0
-"""Pairs scored higher than this count as positives."""
+ABOVE = 4.0  # pairs scored higher than this count as positives
 
 _BLOCK = 2048
 
@@ -118,9 +113,6 @@ def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[
     """Alignment (0 is perfect), uniformity (lower is better), and the numbers of pairs and sentences behind them.
 
     `data` is STS-B, pairs with gold scores; `rows` has the row of each sentence in the `(N, D)` embeddings.
-
-    Raises:
-        ValueError: no pair is scored above 4.
     """
     splits = data.splits.values()
     first = [rows[text] for split in splits for text in split.first]

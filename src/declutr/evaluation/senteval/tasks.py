@@ -27,27 +27,21 @@ Files = Mapping[str, tuple[str, ...]]
 class SentEvalTask:
     """One task."""
 
-    name: str
-    """SentEval's name."""
-    label: str
-    """Name in tables."""
-    group: Group
-    """Half of SentEval it belongs to, or multilingual."""
+    name: str  # SentEval's name
+    label: str  # name in tables
+    group: Group  # half of SentEval it belongs to, or multilingual
+    # Scoring procedure. inner_kfold: nested cross-validation (the task has no split); kfold: regularisation by cross-
+    # validation on train, then test; split: fixed train, dev, test; relatedness: softmax regression on five bins;
+    # retrieval: images and captions; similarity: cosine, by subsets; cosine: of the dev and of the test pairs.
     procedure: Procedure
-    """Scoring procedure. inner_kfold: nested cross-validation (the task has no split); kfold: regularisation by
-    cross-validation on train, then test; split: fixed train, dev, test; relatedness: softmax regression on five bins;
-    retrieval: images and captions; similarity: cosine, by subsets; cosine: of the dev and of the test pairs."""
-    folder: str
-    """Folder below the data folder."""
+    folder: str  # folder below the data folder
+    # Names of the files of each split or subset, in the order in which `read` takes them; all probing splits are in one
+    # file.
     files: Files
-    """Names of the files of each split or subset, in the order in which `read` takes them; all probing splits are in
-    one file."""
-    read: Callable[..., Any]
-    """Reader of one split from its files."""
-    keep_both: bool = False
-    """Features of a pair (a, b) are `[a, b, a*b, |a-b|]`, not `[|a-b|, a*b]`."""
+    read: Callable[..., Any]  # reader of one split from its files
+    keep_both: bool = False  # features of a pair (a, b) are `[a, b, a*b, |a-b|]`, not `[|a-b|, a*b]`
+    # Name of each class, by its number; empty for gold scores, and for probing, where train has the names.
     classes: tuple[str, ...] = ()
-    """Name of each class, by its number; empty for gold scores, and for probing, where train has the names."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -134,10 +128,8 @@ TASKS: tuple[SentEvalTask, ...] = (
     _probing("ObjNumber", "ObjNum", "obj_number"),
     _probing("OddManOut", "SOMO", "odd_man_out"),
     _probing("CoordinationInversion", "CoordInv", "coordination_inversion"),
-)
-"""SentEval's tasks."""
-LANGUAGES: tuple[str, ...] = ("de", "en", "es", "fr", "it", "nl", "pl", "pt", "ru", "zh")
-"""Languages of stsb_multi_mt."""
+)  # SentEval's tasks
+LANGUAGES: tuple[str, ...] = ("de", "en", "es", "fr", "it", "nl", "pl", "pt", "ru", "zh")  # Languages of stsb_multi_mt
 ALL_TASKS: tuple[SentEvalTask, ...] = (*TASKS, *map(_translated, LANGUAGES))
 
 DOWNSTREAM: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "downstream")
@@ -154,19 +146,14 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "sts": STS,
     "transfer": TRANSFER,
     "stsb-multi": STSB_MULTI,
-}
-"""Sets of tasks by name; "all" has SentEval's 28."""
+}  # sets of tasks by name; "all" has SentEval's 28
 
 # Tables have the label, SentEval's code the name; users type either.
 _BY_NAME = {name.lower(): task for task in ALL_TASKS for name in (task.name, task.label)}
 
 
 def find(name: str, other_names: Collection[str] = ()) -> SentEvalTask:
-    """Find the task of that name or label, in any case; `other_names` are further names to suggest (sets of tasks).
-
-    Raises:
-        UsageError: no task matches; the message has the nearest name and lists all names.
-    """
+    """Find the task of that name or label, in any case; `other_names` are further names to suggest (sets of tasks)."""
     task = _BY_NAME.get(name.lower())
     if task is None:
         near = suggest(name, [*(word for task in ALL_TASKS for word in (task.name, task.label)), *other_names])
@@ -178,29 +165,22 @@ def find(name: str, other_names: Collection[str] = ()) -> SentEvalTask:
 
 
 def choose_tasks(words: Iterable[str]) -> tuple[str, ...]:
-    """Resolve names, labels and sets (`SETS`) to tasks, in the order of the tables.
-
-    Raises:
-        UsageError: a name that matches no task and no set.
-    """
+    """Resolve names, labels and sets (`SETS`) to tasks, in the order of the tables."""
     chosen = {name for word in words for name in SETS.get(word.lower()) or (find(word, SETS).name,)}
     return tuple(task.name for task in ALL_TASKS if task.name in chosen)
 
 
-EMPTY = "."
-"""Replacement for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""
+EMPTY = "."  # Replacement for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it
 
 
 @dataclass(frozen=True)
 class Split:
     """Rows of one split, or of one subset of an STS task, in the order SentEval gives them to its classifiers."""
 
-    first: tuple[str, ...]
-    """R first sentences, words joined by one space."""
-    second: tuple[str, ...] | None
-    """R second sentences, or None if a row is one sentence."""
+    first: tuple[str, ...]  # R first sentences, words joined by one space
+    second: tuple[str, ...] | None  # R second sentences, or None if a row is one sentence
+    # `(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image.
     labels: NDArray[np.int64] | NDArray[np.float64]
-    """`(R,)`; int64 classes from 0, or float64 gold scores. Retrieval: `(R,)` index of the caption's image."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -211,15 +191,13 @@ class TaskData:
     """All data of a task."""
 
     task: SentEvalTask
+    # Parts: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets; "dev",
+    # "test" for cosine.
     splits: Mapping[str, Split]
-    """Parts: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets;
-    "dev", "test" for cosine."""
-    classes: tuple[str, ...]
-    """Name of each class, by its number; empty for gold scores."""
-    files: Mapping[str, str]
-    """Files read, relative to the data folder, with git's SHA-1 of each."""
+    classes: tuple[str, ...]  # name of each class, by its number; empty for gold scores
+    files: Mapping[str, str]  # files read, relative to the data folder, with git's SHA-1 of each
+    # `(I, D)` float32 image features by split (retrieval alone).
     features: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """`(I, D)` float32 image features by split (retrieval alone)."""
 
     @property
     def num_rows(self) -> int:
@@ -251,8 +229,7 @@ Standing = Literal["identical", "unverified", "unpublished", "refused", "missing
 MARKS: Mapping[Standing, str] = {
     "unverified": "no hash of the published files is known; comparable with no published number",
     "unpublished": "not the published data; comparable with no published number",
-}
-"""Reason for the mark on a score, by its data's standing."""
+}  # reason for the mark on a score, by its data's standing
 
 
 @dataclass(frozen=True)
@@ -260,14 +237,13 @@ class Inspection:
     """Data of a task and how far they can be trusted."""
 
     task: SentEvalTask
+    # identical: every file equals the published one byte for byte. unverified: no hash of the published files is known,
+    # and the numbers of rows match. unpublished: a file or a number differs, and the user accepted that. refused.
+    # missing: the files do not exist. Only scores of identical data carry no mark.
     standing: Standing
-    """identical: every file equals the published one byte for byte. unverified: no hash of the published files is
-    known, and the numbers of rows match. unpublished: a file or a number differs, and the user accepted that. refused.
-    missing: the files do not exist. Only scores of identical data carry no mark."""
-    findings: tuple[str, ...]
-    """What is wrong with them or to be known of them, worst first."""
+    findings: tuple[str, ...]  # what is wrong with them or to be known of them, worst first
+    # Data of the task, None if missing or unreadable. Refused data are included for inspection.
     data: TaskData | None = None
-    """Data of the task, None if missing or unreadable. Refused data are included for inspection."""
 
     @property
     def usable(self) -> bool:
