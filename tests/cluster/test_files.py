@@ -258,9 +258,9 @@ def test_local_disk_is_formatted_once_and_holds_the_cache(tmp_path):
     assert local_disk(tmp_path, **mounted) == ([], "/local/cache"), "a repeated `ray up`"
     again = {"devices": NVME, "formatted": "/dev/nvme1n1\n"}
     assert local_disk(tmp_path, **again) == (fresh[1:], "/local/cache"), "after a restart"
-    (tmp_path / "dlami").mkdir()  # as an image has mounted it
-    (tmp_path / "home" / ".cache" / "declutr").unlink()
-    assert local_disk(tmp_path, devices=NVME, mounted=f"{tmp_path}/dlami\n") == ([], "/dlami/cache")
+    other = tmp_path / "other"  # a host whose image has mounted the disk
+    (other / "dlami").mkdir(parents=True)
+    assert local_disk(other, devices=NVME, mounted=f"{other}/dlami\n") == ([], "/dlami/cache")
 
 
 def test_workers_spill_to_the_local_disk_if_there_is_one(tmp_path):

@@ -155,7 +155,7 @@ def test_bad_words_are_whole_words_and_phrases_of_a_file(tmp_path):
     assert choose("c4", rule, "Zounds!").reason == "c4_bad_words"
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"\xe9")
-    for name, reason in (("none", "No such file"), ("empty", "holds no word"), ("latin", "not UTF-8")):
+    for name, reason in (("none", "No such file"), ("empty", "holds no words"), ("latin", "not UTF-8")):
         says(*problems(FiltersConfig(c4=C4Rules(bad_words=str(tmp_path / name)))), "filters.c4.bad_words", reason)
     (problem,) = problems(FiltersConfig(c4=C4Rules(bad_words="$UNKNOWN_HERE/words")))
     assert problem.startswith("filters.c4.bad_words: ")
