@@ -85,7 +85,7 @@ def prepare(
             if output.is_complete():
                 get_logger().info("%s is already prepared", output.name)
                 return load_manifest(output.folder)
-            with output.owned(_lost):
+            with output.owned(_stop_after_takeover):
                 output.refresh()  # another command may have changed it meanwhile
                 if messages := output.problems(job.plan):
                     raise ConfigError("prepare", messages)
@@ -97,7 +97,7 @@ def prepare(
             ) from error
 
 
-def _lost() -> None:
+def _stop_after_takeover() -> None:
     get_logger().error("stopping: another command has taken over the output, because this one was suspended")
     _thread.interrupt_main()
 
@@ -119,7 +119,8 @@ def _complete(job: Preparation) -> Manifest:
     losses = sum_losses(sidecar.losses for sidecar in sidecars)
     if problem := too_many_failed(counts, failures, config.max_error_rate, config.content.kind, losses):
         raise ShardError(problem)
-    digests = fingerprints(config.filters.model_copy(update={"contamination": None}))  # whose index was built once
+    # Without the evaluation sets: their index was built once, before the first unit.
+    digests = fingerprints(config.filters.model_copy(update={"contamination": None}))
     if changed := [setting for setting, digest in digests.items() if plan.files[setting] != digest]:
         raise ShardError(
             f"{', '.join(changed)}: its file was changed while {output.name} was written, whose documents were chosen "
@@ -154,12 +155,12 @@ def plan_ahead(config: PipelineConfig, cpus: int | None = None) -> Estimate:
 
 @contextmanager
 def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparation]:
-    """What a command is to do, for one `with` block, in which an output in a store has a folder on this host."""
+    """Plans a command, or raises all problems at once. In the block, an output in a store has a folder on this host."""
     if messages := list(refused_settings(config.model_dump(mode="json"))):
         raise ConfigError("prepare", messages)
     places, skipped = look(config.model_dump()), Skipped()
     units, unreadable, output, plan = list[Unit](), list[str](), None, None
-    if not any(problem.startswith("corpus.") for problem in places):
+    if not any(problem.startswith("corpus.") for problem in places):  # problems begin with their setting
         unit_mib, units, unreadable = fit_units(config.corpus, config.unit_mib, skipped, config.content)
         config = config.model_copy(update={"unit_mib": unit_mib})
     with ExitStack() as stack:

@@ -52,16 +52,16 @@ from declutr.trainer.step.task import TrainTask
 
 @dataclass(frozen=True)
 class Parts:
-    """What a worker trains with."""
+    """The parts that a worker trains: encoder and tasks, and what reads their shards."""
 
-    tokenizer: Any  # of the main task's shards
-    encoder: Encoder  # that every task trains
-    tasks: tuple[TrainTask, ...]  # the tasks, the main one first
-    collators: Mapping[str, Collator]  # of each task, by its name
+    tokenizer: Any  # the tokenizer of the main task's shards
+    encoder: Encoder  # trained by every task
+    tasks: tuple[TrainTask, ...]  # the main task first
+    collators: Mapping[str, Collator]  # the collator of each task, by the task's name
 
 
 def build_parts(
-    plan: RunPlan,  # of the run
+    plan: RunPlan,  # plan of the run
     comm: Communicator,  # the workers
     to: torch.device | torch.dtype,  # device or type of the parameters
     microbatch: Microbatch | None = None,  # size of a forward; None: that of the configuration
@@ -122,7 +122,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     encoder.prompts = read_prompts(config.encoder.pretrained)
     layout = fitting_layout(encoder, any(objective.mlm for objective in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
-    # The sizes stand in the model's settings, as in published encoders; those of an earlier training are removed.
+    # The model's settings have the sizes, as in published encoders; sizes of an earlier training are removed.
     matryoshka, stored = config.objective.matryoshka, encoder.model.config
     if matryoshka is not None:
         stored.matryoshka_dimensions = sorted(size for size, _ in matryoshka.cuts(encoder.output_size))
@@ -148,8 +148,8 @@ def build_objective(task: TaskSettings, encoder: Encoder, short_documents: Short
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     """Type of the forward's matrix products for the setting `precision`; None for the parameters' type."""
-    half = has_bf16(device) if precision == "auto" else precision == "bf16"
-    return torch.bfloat16 if half else None
+    use_bf16 = has_bf16(device) if precision == "auto" else precision == "bf16"
+    return torch.bfloat16 if use_bf16 else None
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -159,21 +159,21 @@ def has_bf16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    there = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-    return there and allows_amx(os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
+    has_amx = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return has_amx and allows_amx(os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
 
 
-def allows_amx(most: str) -> bool:
+def allows_amx(max_isa: str) -> bool:
     """True if oneDNN, which computes a CPU's products in bfloat16, may use AMX by its variable `ONEDNN_MAX_CPU_ISA`."""
-    return "AMX" in most.upper() or most.upper() in ("ALL", "DEFAULT")
+    return "AMX" in max_isa.upper() or max_isa.upper() in ("ALL", "DEFAULT")
 
 
 def build_train_steps(
-    plan: RunPlan,  # of the run
+    plan: RunPlan,  # plan of the run
     tasks: Sequence[TrainTask],  # the main task and the additional ones
     total_steps: int,  # number of steps of the run
 ) -> list[TrainStep]:
-    """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizers and train_steps.
+    """Freezes unused parameters of the encoder, shards the others if configured, and builds train steps.
 
     Returns:
         The train steps in the order of their updates; the last is that of the main task.
@@ -191,8 +191,9 @@ def _train_step(plan: RunPlan, optim: OptimConfig, tasks: Sequence[TrainTask], t
     modules: list[nn.Module] = [module for task in tasks for module in (task.objective, task.frontend) if module]
     encoder = tasks[0].encoder
     optimizer = build_optimizer(optim, encoder, *modules, reached=used_parameters(encoder, tasks))
-    keeps = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
-    late = next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps  # as `TrainStep.late` allows
+    has_state = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
+    # the conditions of `TrainStep.late`
+    late = next(encoder.parameters()).is_cuda and not encoder.sharded and not has_state
     return TrainStep(
         tasks=tuple(_with_reducer(plan, optimizer, tasks)),
         optimizer=optimizer,
@@ -204,10 +205,10 @@ def _train_step(plan: RunPlan, optim: OptimConfig, tasks: Sequence[TrainTask], t
 
 
 def _with_reducer(plan: RunPlan, optimizer: torch.optim.Optimizer, tasks: Sequence[TrainTask]) -> list[TrainTask]:
-    """The tasks of an update, with the sums of its gradients if they are not the ordinary ones."""
+    """The tasks of an update, with a reducer for its gradients unless they are summed after the backward."""
     comm, encoder = tasks[0].comm, tasks[0].encoder
     if comm.deterministic:
-        num_terms = sum(plan.tasks[task.name].num_canonical + 1 for task in tasks)  # one of the objective
+        num_terms = sum(plan.tasks[task.name].num_canonical + 1 for task in tasks)  # + 1: the objective's own
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         reducer = FixedPointReducer(comm, parameters, num_terms)
         return [replace(task, reducer=reducer) for task in tasks]
@@ -218,7 +219,8 @@ def _with_reducer(plan: RunPlan, optimizer: torch.optim.Optimizer, tasks: Sequen
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     body = list(encoder.model.base_model.parameters())
     layers = {id(p) for p in body}
-    # the last microbatch may have no token to predict, so heads are sent last, after what every microbatch reaches
+    # the reducer sends the last first; the last microbatch may have no token to predict, so heads are sent last,
+    # after what every microbatch reaches
     heads = [p for p in encoder.parameters() if id(p) not in layers]
     frontends = [p for task in tasks if task.frontend for p in task.frontend.parameters()]
     parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
@@ -254,7 +256,7 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
 
 
 def build_frontend(
-    task: TaskSettings,  # the task
+    task: TaskSettings,  # its frontend's settings and its seed are used
     encoder: Encoder,  # the encoder whose layers follow
     content: AnyContent,  # content of the task's shards
 ) -> Frontend | None:
@@ -270,21 +272,21 @@ def build_frontend(
 
 
 def new_frontend(
-    settings: FrontendConfig,  # of the frontend
-    # of the shards; it decides the size of a patch and the largest number of patches.
-    content: ImagesContent | AudioContent,
+    settings: FrontendConfig,  # settings of the frontend
+    content: ImagesContent | AudioContent,  # content of the shards, which bounds the number of patches
     width: int,  # size of the hidden states
-    seed: int,  # of the weights
+    seed: int,  # seed of the weights
 ) -> Frontend:
     """A frontend with new weights."""
-    deep, wide = settings.patch_size
+    patch_rows, patch_columns = settings.patch_size  # pixels, or frames and mel bands
     if isinstance(content, ImagesContent):
-        places = (settings.image_size // deep) * (settings.image_size // wide)
-        return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
-    length, hop = frame_samples(content)  # whole samples, so that a clip may have more frames than its time has hops
+        num_patches = (settings.image_size // patch_rows) * (settings.image_size // patch_columns)
+        return Frontend(settings, 3 * patch_rows * patch_columns, num_patches, width, seed, (0.5, 0.5))
+    frame, hop = frame_samples(content)  # whole samples, so a clip may have more frames than its time has hops
     samples = math.ceil(content.max_seconds * content.sample_rate) + 1  # resampling may add one
-    frames = max(int(content.max_seconds * 1000 / content.hop_length_ms), 1 + max(0, samples - length) // hop)
-    return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)
+    frames = max(int(content.max_seconds * 1000 / content.hop_length_ms), 1 + max(0, samples - frame) // hop)
+    num_patches = max(1, frames // patch_rows) * (content.num_mel_bins // patch_columns)
+    return Frontend(settings, patch_rows * patch_columns, num_patches, width, seed)
 
 
 def parameter_counts(plan: RunPlan) -> list[int]:
@@ -294,7 +296,7 @@ def parameter_counts(plan: RunPlan) -> list[int]:
     size, extra = int(model.config.hidden_size), 0
     if encoder.projection.kind != "none":
         hidden, size = size, encoder.projection.size
-        extra = (hidden + 1) * size + (size + 1) * size
+        extra = (hidden + 1) * size + (size + 1) * size  # two linear layers with biases
     modules: list[list[nn.Module]] = [[model]]
     with torch.device("meta"):  # shapes only
         for name, task in plan.tasks.items():
@@ -308,7 +310,7 @@ def parameter_counts(plan: RunPlan) -> list[int]:
 
 @dataclass(frozen=True)
 class _Validators:
-    """Several validators as one, each with the label of its scores, which are numbers if it is not empty."""
+    """Several validators as one. A label comes before the names of its validator's scores and makes them numbers."""
 
     parts: Sequence[tuple[str, Validator]]
 
@@ -325,7 +327,7 @@ class _Validators:
 def build_validator(plan: RunPlan, parts: Parts, device: torch.device) -> Validator | None:
     """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any.
 
-    Those of auxiliary tasks with images or sounds are added. They are numbers, not rows: they choose no checkpoint.
+    Scores of auxiliary tasks with images or sounds are added as numbers, without rows, so they choose no checkpoint.
     """
     validation = plan.config.validation
     if not validation.every_steps:

@@ -52,7 +52,7 @@ LEADERS = 64
 _BATCH = 1 << 17  # documents whose signatures are held at a time
 ROUNDS = 64  # rounds of decisions over all documents at once; each settles two documents of a chain
 
-_EXACT_BIT = np.uint64(1)
+_BAND_BIT = np.uint64(1)  # set in keys of bands, clear in those of texts (pipeline/duplicates/keys.py)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DuplicatePairs:
     later: I64
     earlier: I64
     similarity: NDArray[np.float32]  # 1 for equal texts, else the share of equal slots
-    exact: NDArray[np.bool_]  # True where the ids are equal
+    exact: NDArray[np.bool_]  # True for pairs of the exact search, whose ids are equal
 
     def __len__(self) -> int:
         return len(self.later)
@@ -89,7 +89,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
     keys, numbers = keys[order], numbers[order]
     groups = np.cumsum(_first_of_runs(keys), dtype=np.int64)
     shared = np.bincount(groups)[groups] > 1
-    near = (keys & _EXACT_BIT).astype(np.bool_)
+    near = (keys & _BAND_BIT).astype(np.bool_)
     parts = []
     if config.exact:
         members = numbers[shared & ~near]
@@ -220,12 +220,13 @@ def decide(pairs: DuplicatePairs) -> Decisions:
     Of equal texts only the first has near pairs; the others follow its decision.
     """
     near = ~pairs.exact
-    dropped, kept, similarity = _near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
+    dropped, kept, similarity = _decide_near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
+    # A twin of a dropped original gets the original's kept document and similarity.
     twins, originals = pairs.later[pairs.exact], pairs.earlier[pairs.exact]
-    gone = np.isin(originals, dropped)
-    place = np.searchsorted(dropped, originals[gone])
+    original_dropped = np.isin(originals, dropped)
+    place = np.searchsorted(dropped, originals[original_dropped])
     twin_kept, twin_similarity = originals.copy(), np.ones(len(twins), np.float32)
-    twin_kept[gone], twin_similarity[gone] = kept[place], similarity[place]
+    twin_kept[original_dropped], twin_similarity[original_dropped] = kept[place], similarity[place]
     all_dropped = np.concatenate([dropped, twins])
     all_kept = np.concatenate([kept, twin_kept])
     order = np.argsort(all_dropped, kind="stable")
@@ -235,12 +236,12 @@ def decide(pairs: DuplicatePairs) -> Decisions:
         dropped=all_dropped[order],
         kept=all_kept,
         similarity=np.concatenate([similarity, twin_similarity])[order],
-        exact=np.concatenate([np.zeros(len(dropped), np.bool_), ~gone])[order],
+        exact=np.concatenate([np.zeros(len(dropped), np.bool_), ~original_dropped])[order],
         cluster_size=(sizes[np.searchsorted(leaders, all_kept)] + 1).astype(np.int64),
     )
 
 
-def _near(later: I64, earlier: I64, similarity: NDArray[np.float32]) -> tuple[I64, I64, NDArray[np.float32]]:
+def _decide_near(later: I64, earlier: I64, similarity: NDArray[np.float32]) -> tuple[I64, I64, NDArray[np.float32]]:
     """Dropped documents, the kept documents that replace them, and their similarity, from sorted near pairs.
 
     The rule is sequential; here it runs in rounds over all documents at once. A document without open or kept earlier
@@ -252,7 +253,7 @@ def _near(later: I64, earlier: I64, similarity: NDArray[np.float32]) -> tuple[I6
     waiting = np.zeros(len(documents), np.bool_)
     open_second, open_first = second, first
     for _ in range(ROUNDS):
-        waiting[open_second] = True
+        waiting[open_second] = True  # while an earlier partner is open
         state[open_first[~waiting[open_first]]] = _KEPT
         waiting[open_second] = False
         state[open_second[state[open_first] == _KEPT]] = _DROPPED
@@ -311,8 +312,8 @@ def write_duplicates(
     if any(other_labels := [None if copy in (None, kept) else kept for kept, copy in pairs]):
         columns["kept_label"] = pa.array(other_labels, pa.string())
     batch = pa.record_batch(columns)
-    kept = {} if labels is None else {LABELS: json.dumps(labels)}
-    batch = batch.replace_schema_metadata({b"stamp": stamp, **kept})
+    kept_labels = {} if labels is None else {LABELS: json.dumps(labels)}
+    batch = batch.replace_schema_metadata({b"stamp": stamp, **kept_labels})
     with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
 

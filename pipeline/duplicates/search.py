@@ -26,7 +26,7 @@ from declutr.pipeline.duplicates.pairs import (
 
 # Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets.
 KEYS_PER_BUCKET = 1 << 22
-_VERSION = 1
+_VERSION = 1  # of the search: another one gives another stamp
 _JOINED = 1 << 22  # pairs that are collected before repeats among them are removed
 
 
@@ -35,7 +35,7 @@ def find_duplicates(
     units: Sequence[str],  # names of the units in plan order, which is the order of the corpus
     config: DuplicatesConfig,  # settings, the same as those of the keys
     session: SessionConfig | None = None,  # where the work runs; without influence on the result
-    # the folder of a host's copy of the keys, if hosts share no folder; `folder` is then this host's.
+    # Called on each host, if hosts share no folder: gives the host's copy of the keys. `folder` is then this host's.
     host_keys: Callable[[], Path] | None = None,
     labels: list[str] | None = None,  # labels whose rows are kept, which the result records; None: all
 ) -> Path:
@@ -50,7 +50,6 @@ def find_duplicates(
     made_from = [_VERSION, config.model_dump(mode="json"), num_buckets, list(zip(units, digests, strict=True))]
     made_from += [] if labels is None else [labels]
     stamp = hash_json(made_from)
-    arguments = {"documents": documents, "config": config, "num_buckets": num_buckets, "host_keys": host_keys}
     if num_buckets == 1:  # starting a task would take longer than the search
         pairs = _join_all([search_bucket({"bucket": 0}, documents, config, num_buckets)])
     else:
@@ -59,6 +58,7 @@ def find_duplicates(
         rows = ray.data.from_items(
             [{"bucket": bucket} for bucket in range(num_buckets)], override_num_blocks=num_buckets
         )
+        arguments = {"documents": documents, "config": config, "num_buckets": num_buckets, "host_keys": host_keys}
         pairs = _join_all(rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows())
     write_duplicates(result, decide(pairs), documents, stamp, labels)
     return result

@@ -83,7 +83,7 @@ def word_hashes(text: str) -> U64:
 
 def _hash_words(values: U64, alone: NDArray[np.bool_] | None) -> U64:
     """Hashes of the words in a stretch of letter values, separated by 0: sum of letter * base^place, mixed."""
-    first = values != 0
+    first = values != 0  # here every letter; below only the first of each word
     continues = first[1:] & first[:-1]
     if alone is not None:
         continues &= ~(alone[1:] | alone[:-1])
@@ -113,12 +113,12 @@ def _tables() -> tuple[U64, NDArray[np.bool_]]:
     return letters, alone
 
 
-_ROUNDS = 3
+_ROUNDS = 3  # rounds in which every shingle falls into one slot
 _VALUE_BITS = 30  # of a slot's 32; the round is in the two above
 _VALUE_MASK = np.uint64((1 << _VALUE_BITS) - 1)
-_HALF = np.uint64(32)
+_HALF = np.uint64(32)  # bits of half a hash
 _EMPTY = np.uint32(0xFFFFFFFF)
-_FEW = 2048
+_FEW = 2048  # most shingles for which all rounds run at once
 
 
 # Not rensa, which is faster: its signatures changed with a version, and ours stay on disk between restarts.
@@ -145,6 +145,7 @@ class Signer:
         step = _ROUNDS if len(hashes) <= _FEW else 1
         for number in range(0, _ROUNDS, step):
             drawn = mix((hashes ^ self._round_keys[number : number + step]).reshape(-1))
+            # The upper half of a hash, as a fraction of 2**32, gives the slot; the lower half gives the value.
             places = ((drawn >> _HALF) * num_slots >> _HALF).astype(np.intp)
             values = (drawn & _VALUE_MASK).astype(np.uint32).reshape(step, -1)
             values |= self._round_bits[number : number + step]

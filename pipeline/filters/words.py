@@ -22,10 +22,10 @@ Codes = NDArray[np.uint8] | NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 1 << 15  # a few arrays of this length fit the processor's cache
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it is invertible modulo 2**64
-_LENGTH = np.uint64(0xD6E8FEB86659FD93)  # that of degski's mixer
+_LENGTH = np.uint64(0xD6E8FEB86659FD93)  # the multiplier of degski's mixer
 _NGRAM = np.uint64(0xA0761D6478BD642F)  # wyhash's first constant
-_CLASSES = 0x20000  # code points above are ideographs (letters); none is punctuation or whitespace
-_SPACE, _LETTER, _MARK = 1, 2, 4  # bits, as those of a word are joined by `|`
+_CLASSES = 0x20000  # size of the table of classes; code points above are ideographs, never marks or whitespace
+_SPACE, _LETTER, _MARK = 1, 2, 4  # classes, as bits: the classes of a word's characters are joined by `|`
 _ASCII_MARKS = string.punctuation.encode()  # all of them, and no other ASCII character, are in P or S
 
 
@@ -118,12 +118,12 @@ def _pieces(text: str, fold: bool) -> Iterator[Codes]:
         if stop < len(text):
             space = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
             stop = space + 1 if space > start else stop
-        yield _coded(text[start:stop], fold)
+        yield _code_points(text[start:stop], fold)
         start = stop
 
 
-def _coded(piece: str, fold: bool) -> Codes:
-    """Code points as bytes if all are ASCII, which is several times faster, else as 32-bit words."""
+def _code_points(piece: str, fold: bool) -> Codes:
+    """Code points, with `fold` in lower case and without marks: bytes if all are ASCII (faster), else 32-bit words."""
     if piece.isascii():
         raw = piece.encode()
         return np.frombuffer(raw.lower().translate(None, _ASCII_MARKS) if fold else raw, np.uint8)
@@ -158,7 +158,7 @@ def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64]
 
 
 def _with_letter(starts: NDArray[np.int64], classes: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """A mask of words with a letter, `(n,)`; between words lies only whitespace, which has no letters."""
+    """A mask of words with a letter, `(n,)`; `reduceat` adds the whitespace after a word, which has none."""
     if not len(starts):
         return np.empty(0, np.bool_)
     mask: NDArray[np.bool_] = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0

@@ -1,4 +1,4 @@
-"""The output of a preparation in a folder that all hosts see: its plan, its finished work, what forbids to continue it.
+"""The output of a preparation in a folder that all hosts see: plan, finished work, reasons not to continue it.
 
 `Preparation` is what a command does, planned once from the settings and the inputs. All tasks share the tokenizer,
 loaded or trained on a sample of the corpus, and an index of evaluation sets.
@@ -105,7 +105,7 @@ class Output:
         return [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
 
     def is_complete(self) -> bool:
-        """Returns True if the output has a manifest and everything that it names."""
+        """Returns True if the output has a manifest and everything in it, after removing leftovers of its work."""
         whole = (self.folder / MANIFEST).exists() and not check_shards(self.folder)
         if whole:  # a stop may have left what `complete` removes
             self.complete()
@@ -199,7 +199,7 @@ class Output:
         return []
 
     def _documentation_is_complete(self, plan: PreparePlan) -> bool:
-        """Installed packages change often; documentation prepared from earlier versions stays valid."""
+        """Returns True for complete documentation of Python packages, which stays valid when packages change."""
         return plan.config["corpus"]["kind"] == "python_docs" and (self.folder / MANIFEST).exists()
 
     def write_plan(self, plan: PreparePlan) -> None:
@@ -267,7 +267,7 @@ def _compare(unit: Unit, before: InputState | None, verify: bool) -> str:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a command does, planned once: no part looks at the settings or the inputs again to find it out."""
+    """The work of a command, planned once, so that no later part reads settings or inputs again to decide it."""
 
     config: PipelineConfig  # the settings, with the size of units that the corpus decides
     units: list[Unit]  # the units, with the states of their files
@@ -282,10 +282,10 @@ def sample_texts(
 
     If a unit is too short for its share, later units give more, so that the sample is full if the corpus suffices.
     """
-    chosen = sorted(units, key=lambda unit: hashlib.blake2b(f"{seed}/{unit.name}".encode()).digest())
+    shuffled = sorted(units, key=lambda unit: hashlib.blake2b(f"{seed}/{unit.name}".encode()).digest())
     # Small ones first, as only later ones can give more.
-    chosen = sorted(chosen[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
-    left = sample_mib * MIB
+    chosen = sorted(shuffled[:_SAMPLED_UNITS], key=lambda unit: (unit.num_bytes, unit.name))
+    left = sample_mib * MIB  # characters: each counts as a byte, whatever its length in UTF-8
     for index, unit in enumerate(chosen):
         share = left / (len(chosen) - index)
         for record in UnitReader(unit, corpus, content):

@@ -62,10 +62,10 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
     """Processes unfinished units on Ray Data; returns the sidecars of all units in order."""
     config, output, settings_hash = job.config, job.output, job.plan.config_hash
     stored = output if isinstance(output, StoredOutput) else None
-    before = [output.finished_sidecar(unit, stage, settings_hash) for unit in units]
-    done = [sidecar for sidecar in before if sidecar]
+    existing = [output.finished_sidecar(unit, stage, settings_hash) for unit in units]
+    done = [sidecar for sidecar in existing if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
-    todo = [unit for unit, sidecar in zip(units, before, strict=True) if sidecar is None]
+    todo = [unit for unit, sidecar in zip(units, existing, strict=True) if sidecar is None]
     todo.sort(key=lambda unit: (-unit.weight, unit.name))  # a large unit started last would keep one worker busy alone
     if done:
         get_logger().info("%s: %d of %d units are already finished", stage, len(done), len(units))
@@ -76,9 +76,9 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
             beats = output.folder / HEARTBEATS
             write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine, beats=beats)
         start_ray(output.session.num_cpus, output.session.address)
-        # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         needs = {unit.name: encoded(stored.needed_files(stage, unit.name) if stored else {}) for unit in todo}
         items = [{"unit": unit.model_dump_json(), "needs": needs[unit.name]} for unit in todo]
+        # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         rows = ray.data.from_items(items, override_num_blocks=len(todo))
         arguments: dict[str, Any] = {"folder": str(output.folder), "write": write}
         arguments["other_hosts"] = stored is not None or config.session.address is not None
@@ -172,7 +172,8 @@ class Progress(Watcher):
     def __init__(self, folder: Path, stage: Stage, total_bytes: int, done: list[Sidecar], rows: str) -> None:
         super().__init__(BEAT_SECONDS, "declutr-progress")
         self._folder, self._stage, self._rows, self._lock = folder, stage, rows, threading.Lock()
-        self._finished, self._numbers = set[str](), [0, 0, 0]
+        self._finished = set[str]()  # names of units
+        self._numbers = [0, 0, 0]  # of finished units: input bytes, documents, kept documents
         self._bar = bar(
             total=total_bytes,
             initial=sum(sidecar.num_bytes for sidecar in done),
@@ -182,7 +183,7 @@ class Progress(Watcher):
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
-        self._started, self._before = time.monotonic(), self._bar.n  # the rate is that of this run alone
+        self._started, self._before = time.monotonic(), self._bar.n  # the rate is without the bytes of earlier runs
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
         (folder / HEARTBEATS).mkdir()
         for sidecar in done:
@@ -200,12 +201,12 @@ class Progress(Watcher):
         self._numbers = [before + more for before, more in zip(self._numbers, work, strict=True)]
 
     def look(self) -> None:
-        """Shows the numbers of now."""
+        """Shows the current numbers, and appends them to `progress.jsonl`."""
         with self._lock:
             now = self._numbers
             for path in (self._folder / HEARTBEATS).glob("[0-9]*"):  # not a file that is being written: .*.tmp
                 if path.name not in self._finished:
-                    with contextlib.suppress(OSError, ValueError):  # just removed
+                    with contextlib.suppress(OSError, ValueError):  # its unit has just ended
                         now = [before + more for before, more in zip(now, json.loads(path.read_bytes()), strict=True)]
             num_bytes, documents, kept = now
             self._bar.set_postfix_str(f"{documents:,} {self._rows}, {kept / max(1, documents):.0%} kept", refresh=False)

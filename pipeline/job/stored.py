@@ -41,10 +41,12 @@ from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Shard, Sidecar
 
 _SENT = "sent"
-_SHARED = f"{_SENT}/shared/files.json"  # the list of the tokenizer and of the index of evaluation sets
+_SHARED = f"{_SENT}/shared/files.json"  # list of the files of the tokenizer and of the index of evaluation sets
 _SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)  # files of the command itself, the manifest last
-_HELD, _COPIES, _TASKS = ".held", "copies", "tasks"
-_SWEEP_SECONDS = 30.0
+_HELD = ".held"  # file in the temporary folder of a command, locked while the command runs
+_COPIES = "copies"  # folder in the cache for files that all tasks of a host share
+_TASKS = "tasks"  # folder in the cache for one temporary folder a task
+_SWEEP_SECONDS = 30.0  # longest wait for the other hosts to remove their files
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ class OutputStore:
         """Removes this output's files from all hosts of the session, as far as they answer; they are only copies."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
         task = ray.remote(_sweep)
-        left = [
+        removals = [
             # No CPU, because other work may hold all of them.
             task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(self)
             for node in nodes
         ]
         _sweep(self)
-        if left:
-            ray.wait(left, num_returns=len(left), timeout=_SWEEP_SECONDS)
+        if removals:
+            ray.wait(removals, num_returns=len(removals), timeout=_SWEEP_SECONDS)
 
 
 def _sweep(store: OutputStore) -> None:
@@ -118,7 +120,7 @@ class StoredOutput(Output):
 
     def __init__(self, store: OutputStore, folder: Path, duplicates: DuplicatesConfig, session: SessionConfig) -> None:
         if session == SessionConfig() and "RAY_ADDRESS" not in os.environ:
-            session = SessionConfig(address=started_cluster())  # the cluster of this host: no host's disk matters
+            session = SessionConfig(address=started_cluster())  # this host's cluster: its hosts need no common disk
         super().__init__(store.remote.url, folder, duplicates, session)
         self.store, self.remote, self.name = store, store.remote, store.remote.url
         self._sizes: dict[str, int] = {}
@@ -154,13 +156,14 @@ class StoredOutput(Output):
         self._sizes = self.remote.sizes()
         self._listing = self.remote.listing() if LISTING in self._sizes else None
         shared = self._listing or {}
-        if raw := self.remote.read(_SHARED) if _SHARED in self._sizes else None:
+        raw = self.remote.read(_SHARED) if _SHARED in self._sizes else None
+        if raw:
             shared = decoded(raw, self.remote.at(_SHARED))
         shared = {name: shared[name] for name in shared if name == INDEX or name.startswith(f"{TOKENIZER}/")}
         self._shared = shared if self._has(shared) else {}
         small = {name for name in self._sizes if name in _SINGLE or Path(name).parent.name == UNITS}
         small -= {DUPLICATES} if (self.folder / DUPLICATES).exists() else set()  # it never changes, and may be large
-        # Does not count before the list, which is sent after it.
+        # A manifest does not count before the list of files, which is sent after it.
         small -= {MANIFEST} if self._listing is None else set()
         missing = dict[str, FileRecord | None](dict.fromkeys(small))
         for name, record in self._shared.items():
@@ -185,7 +188,7 @@ class StoredOutput(Output):
     def finished_sidecar(self, unit: Unit, stage: Stage, settings_hash: str) -> Sidecar | None:
         """The sidecar of a unit that a stage has finished: same input, same settings, all files present; else None."""
         sidecar = matching_sidecar(unit, self.stage_folder(stage), settings_hash)
-        if sidecar is None or sidecar.others is None:  # that of an earlier version does not name all files
+        if sidecar is None or sidecar.others is None:  # a sidecar of an earlier version does not name all files
             return None
         return sidecar if self._has(self._files_of(stage, sidecar)) else None
 
@@ -266,11 +269,11 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
     except OSError as error:
         problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
         raise ConfigError("prepare", [problem]) from error
-    for left in store.cache_dir.glob("command-*"):
-        # Of a killed command, whose lock the kernel has released.
-        with contextlib.suppress(OSError), (left / _HELD).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError while its command lives
-            shutil.rmtree(left, ignore_errors=True)
+    for folder in store.cache_dir.glob("command-*"):
+        # The kernel has released the lock of a killed command.
+        with contextlib.suppress(OSError), (folder / _HELD).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while the folder's command runs
+            shutil.rmtree(folder, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,
         Path(name, _HELD).open("w") as lock,
@@ -279,5 +282,5 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         output = StoredOutput(store, Path(name), config.duplicates, config.session)
         output.refresh()
         yield output
-    with contextlib.suppress(OSError):  # other files of this output are left
+    with contextlib.suppress(OSError):  # raised while the folder has other files of this output
         store.cache_dir.rmdir()

@@ -96,7 +96,8 @@ def write_unit(
                     ordinals.append(ordinal)
                     signatures += [signer.sign(decision.text)] if signer else []
                     labels += [content.label] if isinstance(content, Image | Clip) and content.label else []
-            # A compressed file of any size is one unit. Only the command's host and a shared folder have `beats`.
+            # A unit can take long: a compressed file of any size is one. The folder exists only on the command's host
+            # and in a shared output folder.
             if beats and time.monotonic() - last_beat >= BEAT_SECONDS and beats.is_dir():
                 last_beat, counts = time.monotonic(), writer.running
                 # a full disk ends the unit where it writes what matters
@@ -120,7 +121,7 @@ def decide_records(
         for record in records:
             yield _decide_media(record, draw)
         return
-    # Both may be links in a temporary folder, to files that are the same for every task of a host.
+    # Resolved: in a temporary folder, tokenizer and index are links to files that all tasks of a host share.
     encoder = _encoder(str((folder / TOKENIZER).resolve()), tokenizer.fingerprint, engine)
     index = (folder / INDEX).resolve()
     written_ns = index.stat().st_mtime_ns if index.exists() else 0
@@ -129,21 +130,23 @@ def decide_records(
     documents = (_decide(record, document_filter, clean, config.content) for record in records)
     for batch in batches(documents, lambda decision: len(decision.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         # Tokenizing costs most, so it comes after all rules.
-        going = [decision for decision in batch if not decision.entry.status]
-        encoded = iter(encoder.encode([text for decision in going for text in decision.texts or (decision.text,)]))
-        splits = iter(draw([decision.split_key for decision in going]))
+        undropped = [decision for decision in batch if not decision.entry.status]
+        texts = [text for decision in undropped for text in decision.texts or (decision.text,)]
+        encoded = iter(encoder.encode(texts))
+        splits = iter(draw([decision.split_key for decision in undropped]))
         for decision in batch:
             if decision.entry.status:
                 yield decision, None
                 continue
-            texts, split = list(islice(encoded, max(1, len(decision.texts)))), next(splits)
-            tokens = texts[0] if len(texts) == 1 else np.concatenate(texts)
+            ids_of_texts = list(islice(encoded, max(1, len(decision.texts))))  # a document is one text
+            split = next(splits)
+            tokens = ids_of_texts[0] if len(ids_of_texts) == 1 else np.concatenate(ids_of_texts)
             if not decision.texts:
                 reason = drop_reason(len(tokens), config.geometry, config.short_documents)
                 layout = None
             else:
-                reason = None if all(map(len, texts)) else EMPTY  # two texts may not start at one place
-                starts = np.cumsum([0, *map(len, texts[:-1])]).astype(np.int32)
+                reason = None if all(map(len, ids_of_texts)) else EMPTY  # two texts may not start at one place
+                starts = np.cumsum([0, *map(len, ids_of_texts[:-1])]).astype(np.int32)
                 layout = Layout(starts, np.array(decision.labels, np.int8))
             entry = replace(decision.entry, num_tokens=len(tokens), status=reason or split)
             yield Decision(entry, decision.text, layout=None if reason else layout), None if reason else tokens
@@ -151,7 +154,6 @@ def decide_records(
 
 def splits_of(identities: Sequence[bytes], seed: int, validation_fraction: float) -> list[Split]:
     """Splits of documents, drawn by their ids so that equal texts are never in both splits."""
-    # By id, so that equal texts are never in both splits.
     keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
     drawn = seeding.unit(seeding.words(seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
     return ["held-out" if held_out else "train" for held_out in (drawn < validation_fraction).tolist()]
@@ -238,7 +240,8 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 writer.reject(entry, next(texts) if config.write_rejected else "")
                 continue
             content, layout = next(rows[entry.status])  # type: ignore[index]
-            media, copy = content if isinstance(content, Image | Clip) else None, copies.get(ordinal)
+            media = content if isinstance(content, Image | Clip) else None
+            copy = copies.get(ordinal)
             if copy is not None:
                 status = REASONS[copy.kind]
                 detail = f"{copy.kept_unit}:{copy.kept_ordinal} is kept, similarity {copy.similarity:.2f}"

@@ -28,11 +28,11 @@ _INLINE = defs.special_inline_tags | defs.phrase_tags | defs.font_style_tags
 _INLINE |= {"bdi", "data", "input", "label", "mark", "rp", "rt", "ruby", "time", "wbr"}
 _DROPPED = ("head", "script", "style", "template", "noscript", "nav", "footer", "iframe", "svg", "button", "select")
 _STYLES = "p[style-name='Title'] => h1:fresh\np[style-name='Subtitle'] => h2:fresh"
-_RATIO = 1.15  # of large to usual letters, and of the distance of paragraphs to that of lines
+_RATIO = 1.15  # least size of a heading's letters to usual ones, and largest distance of lines to the usual one
 
 
 def extracted(data: bytes, kind: str) -> str:
-    """The text of an html, docx or pdf file, empty if the file is; an UndecodableError if it has none."""
+    """The text of an html, docx or pdf file, empty for an empty file; raises UndecodableError if there is none."""
     try:
         text = {"html": html_text, "docx": docx_text, "pdf": pdf_text}[kind](data) if data.strip() else ""
     except UndecodableError:
@@ -59,7 +59,7 @@ def html_text(data: bytes) -> str:
     parser = etree.HTMLParser(encoding=encoding, remove_comments=True, remove_pis=True, huge_tree=True)
     try:
         root = etree.fromstring(data, parser)
-    except etree.XMLSyntaxError as error:  # of a page, lxml raises it only without memory
+    except etree.XMLSyntaxError as error:  # HTML has no syntax errors for lxml: memory is short
         raise MemoryError from error
     if fatal := parser.error_log.filter_from_fatals():
         raise UndecodableError("undecodable", fatal[0].message)
@@ -75,7 +75,7 @@ def html_text(data: bytes) -> str:
 
 def _blocks(root: Any) -> str:
     """The blocks of an element with blank lines between them; items of a list and rows of a table are lines."""
-    blocks, pieces, prefix = list[tuple[str, str]](), list[str](), ""  # "-" for an item, "|" for a row; text
+    blocks, pieces, prefix = list[tuple[str, str]](), list[str](), ""  # kind ("-": item, "|": row, "": other) and text
     walk = etree.iterwalk(root, events=("start", "end"))
     for event, element in walk:
         tag, is_start = element.tag, event == "start"
@@ -101,7 +101,9 @@ def _blocks(root: Any) -> str:
             pieces.append(((element.text if is_start else element.tail) or "").replace("\n", " "))
             pieces += ["\n"] * (is_start and tag == "br")
     blocks = [("", ""), *(block for block in blocks if block[1].strip(" |\n"))]
-    return "".join(("\n" if a and a == b else "\n\n") + text for (a, _), (b, text) in pairwise(blocks)).strip("\n")
+    # Neighbouring items, and neighbouring rows, have no blank line between them.
+    pieces = [("\n" if kind and kind == before else "\n\n") + text for (before, _), (kind, text) in pairwise(blocks)]
+    return "".join(pieces).strip("\n")
 
 
 def docx_text(data: bytes) -> str:

@@ -1,6 +1,6 @@
 """Archives as streams: members of tar and records of WET and WARC, one after the other; nothing is written to disk.
 
-Of web pages, texts (`conversion`, as in Common Crawl's WET) are documents, pages failures.
+A WARC record of type `conversion` (a page's text, as in Common Crawl's WET) is a document; a page is a failure.
 """
 
 from array import array
@@ -13,13 +13,13 @@ from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Body, Byt
 
 _MAX_HEADER_BYTES = 1 << 20  # largest name or extended header; only a broken or malicious archive has a longer one
 _MAX_NUMBER = 1 << 60  # largest number in a header, an exbibyte; a larger one means damage
-_MAX_DIGITS = 19  # those of _MAX_NUMBER; `int` refuses more than 4,300
+_MAX_DIGITS = 19  # digits of _MAX_NUMBER; `int` refuses more than 4,300
 # Prefix of extended-header keys for sparse files, whose contents start with a map of holes instead of text.
 _SPARSE = b"GNU.sparse."
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
 _KINDS |= {b"0": "file", b"\0": "file", b"7": "file", b"5": "folder"}
 _EMPTY = (b"1", b"2", b"3", b"4", b"5", b"6")  # kinds without contents, whatever their size says
-_EXTENSIONS = (b"L", b"K", b"x", b"g", b"X")  # kinds of headers that say something of the next member or of all
+_EXTENSIONS = (b"L", b"K", b"x", b"g", b"X")  # kinds of extension headers: they describe the next member or all
 _MAX_WARC_HEADER_BYTES = 1 << 16
 _ENDS = (b"\r\n\r\n", b"\n\n")
 
@@ -63,7 +63,7 @@ def members(
 
     Concatenated archives are read as one, so that nothing after the first end mark is lost.
     """
-    said, start = _Said(), stream.position
+    extended, start = _ExtendedFields(), stream.position
     while start < stop:
         header = stream.read_whole(BLOCK_BYTES)
         if len(header) < BLOCK_BYTES:
@@ -81,29 +81,33 @@ def members(
             raise OSError("a damaged header (its checksum is wrong)")
         kind, length = header[156:157], _number(header[124:136])
         if kind in _EXTENSIONS:
-            said.add(kind, _payload(stream, length))
+            extended.add(kind, _payload(stream, length))
             continue
-        more = kind == b"S" and header[482]  # the map of holes of a sparse file goes on in blocks behind its header
-        while more:
-            more = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
+        # The map of holes of a sparse file continues in blocks after its header; a byte in each is set if one follows.
+        follows = kind == b"S" and header[482]
+        while follows:
+            follows = (stream.read_whole(BLOCK_BYTES) + bytes(BLOCK_BYTES))[504]
         # A link can have its target's size, without the bytes. pax has sizes above 8 GiB, which the octal field cannot.
-        length = 0 if kind in _EMPTY else length if said.size is None else said.size
+        if kind in _EMPTY:
+            length = 0
+        elif extended.size is not None:
+            length = extended.size
         end = stream.position + _padded(length)
-        yield Member(*_title(header, said), start, _contents(stream, length))
-        stream.skip(end - stream.position)  # what the reader of the member has left
-        said, start = _Said(), stream.position
+        yield Member(*_title(header, extended), start, _contents(stream, length))
+        stream.skip(end - stream.position)  # bytes that the reader of the member has not read
+        extended, start = _ExtendedFields(), stream.position
 
 
 @dataclass
-class _Said:
-    """What extension headers say of the member after them; None: its own header says it."""
+class _ExtendedFields:
+    """Fields of a member that its extension headers give; None: its own header gives them."""
 
     name: str | None = None
     size: int | None = None
     sparse: bool = False
 
     def add(self, kind: bytes, payload: bytes) -> None:
-        """Reads the content of one, of GNU's long name (L) or pax (x, X); others say nothing of name and size."""
+        """Reads the payload of an extension header: GNU's long name (L) or pax (x, X). Others have no such fields."""
         if kind == b"L":
             self.name = _text(payload)
         elif kind in (b"x", b"X"):
@@ -111,12 +115,12 @@ class _Said:
             self.sparse = self.sparse or _SPARSE in payload
 
 
-def _title(header: bytes, said: _Said) -> tuple[str, str]:
+def _title(header: bytes, extended: _ExtendedFields) -> tuple[str, str]:
     """Name and kind of a member."""
     prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""  # GNU's headers have times there
     own = f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
-    name, kind = own if said.name is None else said.name, header[156:157]
-    if said.sparse or kind == b"S":
+    name, kind = own if extended.name is None else extended.name, header[156:157]
+    if extended.sparse or kind == b"S":
         return name, "a sparse file"
     if kind in (b"0", b"\0") and name.endswith("/"):  # old archives have no kind for folders
         return name, "folder"
@@ -208,7 +212,7 @@ def _padded(size: int) -> int:
 
 
 def read_wet(body: Body) -> Records:
-    """The text of every record of the type `conversion`; a page is a failure, and what describes others is left out.
+    """The text of every record of type `conversion`. Pages are failures; records about other records are skipped.
 
     The offset is that of the record. A damaged header loses the rest of the file.
     """
@@ -217,7 +221,7 @@ def read_wet(body: Body) -> Records:
     try:
         while head := stream.peek(_MAX_WARC_HEADER_BYTES):
             offset = stream.position
-            mark = next((mark for mark in _ENDS if mark in head), None)
+            mark = min((mark for mark in _ENDS if mark in head), key=head.index, default=None)
             if not head.startswith(b"WARC/") or mark is None:
                 raise OSError("no header of a WARC record where one must be")
             header, _, _ = head.partition(mark)

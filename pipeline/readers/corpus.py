@@ -50,11 +50,11 @@ SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".wet": "wet",
 }
-# Of files whose texts the extra `documents` extracts, with the kind of each.
+# Suffixes of files whose texts the extra `documents` extracts, with the kind of each.
 DOCUMENT_SUFFIXES = {".html": "html", ".htm": "html", ".xhtml": "html", ".docx": "docx", ".pdf": "pdf"}
 MARKDOWN = {".md", ".markdown", ".rst"}
-# Read if the file is named explicitly, or if its first object has the key of the text; in a searched folder it is more
-# often a description.
+# A .json file is read if it is named explicitly, or if its first object has the key of the text; in a searched folder
+# it is more often a description.
 JSON_SUFFIX = ".json"
 TAR_SUFFIX = ".tar"
 COMPRESSED_SUFFIXES = {
@@ -66,7 +66,7 @@ COMPRESSED_SUFFIXES = {
 def bare_suffix(name: str) -> str:
     """The suffix of the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
     base = name.rpartition("/")[2].lower()
-    member = base.rpartition("!")[2]  # of an archive
+    member = base.rpartition("!")[2]  # the name within an archive, after its last !
     stem, suffix = _split(base if member.startswith(".") else member)
     return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
 
@@ -158,7 +158,7 @@ class Part(Strict):
     stop: int
     # Input bytes (compressed if the file is). The parts of a file add up to its size (nearly, for Parquet).
     num_bytes: int
-    weight: int  # Approximate bytes of text, by which units are cut
+    weight: int  # approximate bytes of text; units have about the same sum of them
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -227,7 +227,7 @@ class BlobRules:
     """Rules for reading a corpus of images or clips."""
 
     kind: str  # `images` or `audio`, for messages
-    suffixes: frozenset[str]  # Endings of their files
+    suffixes: frozenset[str]  # suffixes of files of images or clips
     setting: str  # setting that names the column
     column: str  # column of the images or clips in Parquet
     label_column: str
@@ -238,7 +238,7 @@ class Rules:
     """Rules for reading the files of a corpus."""
 
     format: Format | None  # format of all files; None detects it for each file
-    text_names: Names  # keys or columns of a text
+    text_names: Names  # keys or columns whose values are joined to a text
     max_bytes: int  # largest document
     keys: Keys = field(default_factory=dict)  # keys of several values to read instead of a text; none for texts
     max_file_bytes: int | None = None  # largest file, uncompressed; None: any

@@ -72,15 +72,15 @@ def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[In
     if plain in lost:
         raise lost[plain]
     yield from (_lost(path, path.relative_to(plain).as_posix()) for path in lost)
-    if parts[-1] != "**":  # which matches folders alone
+    if parts[-1] != "**":  # a last ** matches only folders
         for path in sorted(matches):
             yield from _input(path, path.relative_to(plain).as_posix(), "**" in parts, skipped)
 
 
 def _input(path: Path, relative: str, below: bool, skipped: Skipped) -> Iterator[Input]:
-    """One match as an input, a lost one too; nothing for a folder or a special file, which are counted as skipped.
+    """The input of a match, marked as lost if it cannot be read; a folder or a special file counts as skipped.
 
-    `below`: what is below folders is matched too, so that a folder itself is nothing that was left out.
+    With `below`, the pattern also matches the files in folders, so that a folder was not left out.
     """
     try:
         mode = path.stat().st_mode
@@ -109,7 +109,7 @@ def _step(folder: Path, part: str, lost: dict[Path, OSError]) -> Iterator[Path]:
         elif glob.has_magic(part):
             yield from (path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, part))
         else:
-            (folder / part).lstat()  # not `stat`: a broken link is there, and lost
+            (folder / part).lstat()  # not `stat`: a broken link is a match, and later counts as lost
             yield folder / part
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -155,8 +155,7 @@ def _find_remote(address: str) -> Iterator[Input]:
                     address_of(files, path, address, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
                 )
                 return
-            below_it = is_object_store(files)
-            infos = files_below(files, path) if below_it else files.find(path, detail=True)
+            infos = files_below(files, path) if is_object_store(files) else files.find(path, detail=True)
         for name in sorted(infos):  # a store lists in any order, and the order of files is that of training
             relative = name.removeprefix(root).lstrip("/")
             if "?" in name and is_object_store(files):
@@ -172,7 +171,7 @@ _DATA = {*SUFFIXES, JSON_SUFFIX, TAR_SUFFIX} - MARKDOWN
 _SPLIT = re.compile(r"(?<![a-z])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z])")
 _SAME_SPLIT = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 
-Files = dict[str, int]
+Files = dict[str, int]  # size in bytes of each file, by name
 
 
 def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
@@ -242,10 +241,14 @@ def _declared(corpus: HubCorpus, data: Files, configs: list[Any]) -> tuple[Files
     """The files that the README declares for the configuration and the split."""
     by_name = {str(config.get("config_name", "default")): config for config in configs if isinstance(config, dict)}
     defaults = [name for name, config in by_name.items() if config.get("default")]
-    names = [corpus.config] if corpus.config else (defaults or [n for n in by_name if n == "default"] or list(by_name))
+    if corpus.config:
+        names = [corpus.config]
+    else:  # the one marked as default, else the one named so, else the only one
+        names = defaults or [name for name in by_name if name == "default"] or list(by_name)
     if len(names) != 1 or names[0] not in by_name:
         return {}, f"corpus.config = {corpus.config!r}: {corpus.name} has the configurations {sorted(by_name)}"
     config = by_name[names[0]]
+    folder = str(config.get("data_dir") or "").strip("./")
     patterns: dict[str, list[str]] = {}
     declared = config.get("data_files", [])
     for entry in declared if isinstance(declared, list) else [declared]:
@@ -255,12 +258,12 @@ def _declared(corpus: HubCorpus, data: Files, configs: list[Any]) -> tuple[Files
         elif isinstance(entry, str):
             patterns.setdefault("train", []).append(entry)
     if not patterns:  # only a folder: file names decide the splits
-        folder = str(config.get("data_dir", "")).strip("./")
         inside = {name: size for name, size in data.items() if not folder or name.startswith(f"{folder}/")}
         return _choose(corpus.model_copy(update={"config": None}), inside, {})
     if corpus.split not in patterns:
         return {}, f"corpus.split = {corpus.split!r}: {corpus.name} ({names[0]}) has the splits {sorted(patterns)}"
-    regexes = [re.compile(fnmatch.translate(pattern.removeprefix("./"))) for pattern in patterns[corpus.split]]
+    below = f"{folder}/" if folder else ""  # as `datasets` finds them: `**` stands for no folder, too
+    regexes = [re.compile(glob_translate(below + pattern.removeprefix("./"))) for pattern in patterns[corpus.split]]
     return {name: size for name, size in data.items() if any(test.match(name) for test in regexes)}, None
 
 

@@ -31,9 +31,10 @@ from declutr.pipeline.readers.lines import decode, documents, explained_object, 
 from declutr.pipeline.readers.streams import Body
 
 MISSING_KEY = "missing_key"
-_DICTIONARY_ROWS = 4096  # rows of a batch of dictionary columns, each of which decodes the whole dictionary again
-_MIXED_ROWS = 32  # where other columns hold the texts of all rows of a batch
-_FIELD_ROWS = 32
+# Rows of a batch if all columns of text are dictionaries: each batch decodes the whole dictionaries again.
+_DICTIONARY_ROWS = 4096
+_MIXED_ROWS = 32  # rows of a batch if only some are: the other columns hold the texts of all its rows
+_FIELD_ROWS = 32  # rows of a batch of several values
 _SHOWN_CHARACTERS = 200
 # Types of text, with the type that has the same bytes and does not promise UTF-8.
 _TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
@@ -68,7 +69,8 @@ class TextRows:
             return problem
         for name in self.names:
             kind = schema.field(name).type
-            if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in (*_TEXTS, *_TEXTS.values()):
+            value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if value_type not in (*_TEXTS, *_TEXTS.values()):
                 return f"column {name!r} is of type {kind}, not text"
         return None
 
@@ -89,9 +91,9 @@ class TextRows:
                 yield failed(NO_TEXT, source, row, "the text is null")
 
     def header_problem(self, header: Sequence[str]) -> str | None:
-        """The problem of the names of the columns."""
-        double = [f"{header.count(name)} columns {name!r}" for name in self.names if header.count(name) > 1]
-        return missing(self.names, header) or next(iter(double), None)
+        """The problem of a header: a column of the text is missing or occurs twice; None if there is none."""
+        repeated = [f"{header.count(name)} columns {name!r}" for name in self.names if header.count(name) > 1]
+        return missing(self.names, header) or next(iter(repeated), None)
 
     def is_cut(self, fields: list[str], header: list[str], columns: list[int]) -> bool:
         """Returns True for a row whose text may be cut by a delimiter."""
@@ -149,7 +151,7 @@ class FieldRows:
         """The record of values whose texts are bytes; no values are a blank line."""
         texts: list[Any] = []
         for value in values:
-            # Only the header of a file can start with a byte order mark, so no row has the offset 0 here.
+            # -1, because `decode` removes a byte order mark at offset 0; only the header of a file can have one.
             record = decode(value, source, -1) if isinstance(value, bytes) else None
             if isinstance(record, ReadFailure):
                 yield record.model_copy(update={"offset": row})
@@ -240,7 +242,7 @@ class BlobRows:
         return None if is_bytes else f"column {column!r} is of type {kind}, not bytes or a struct with bytes"
 
     def batch_rows(self, schema: pa.Schema) -> int:
-        """One row at a time, so that memory holds a page and an image. Looks for the label column, too."""
+        """One row at a time, so that memory holds a page and an image. Also sets the label column for `of_batch`."""
         self._class_names = class_names(schema, self._label_column)
         if schema.names.count(self._label_column) == 1:
             self.names = (self._column, self._label_column)
@@ -259,14 +261,16 @@ class BlobRows:
 
     def _row(self, value: Any, label: Any, source: str, row: int) -> Record:
         """The image or clip of a row, or its failure."""
-        data, names = value.get("bytes") if isinstance(value, dict) else value, self._class_names
+        data = value.get("bytes") if isinstance(value, dict) else value
+        names = self._class_names
         if data is None:
             return failed("null", source, row, "its bytes are null (a file that it names by a path is not opened)")
         if len(data) > self._max_bytes:
             limit = f"corpus.max_document_mib = {self._max_bytes / MIB:g} MiB"
             return failed("too_large", source, row, f"it has {len(data)} bytes, more than {limit}")
         if isinstance(label, int) and not isinstance(label, bool):
-            label = names[label] if 0 <= label < len(names) else str(label) if label >= 0 else None
+            name = names[label] if 0 <= label < len(names) else str(label)
+            label = name if label >= 0 else None  # a negative number stands for no class
         if label is not None and not isinstance(label, str):
             message = f"a label of type {type(label).__name__}, not text or a whole number"
             return failed("bad_label", source, row, message)

@@ -68,7 +68,7 @@ class Skipped:
         kind = kind if kind in self._counts or len(self._counts) < MAX_KINDS else OTHERS
         self._counts[kind] += 1
         printable = source.encode("utf-8", "backslashreplace").decode()  # a name may have bytes that are not UTF-8
-        # The least, whatever the order of the search.
+        # The first by name, whatever the order of the search.
         self._examples[kind] = min(self._examples.get(kind, printable), printable)
 
     def add_file(self, source: str) -> None:

@@ -62,7 +62,7 @@ def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | Non
                 try:
                     for batch in table.iter_batches(batch_rows, [group], list(rows.names), use_threads=False):
                         done += batch.num_rows
-                        body.share = done / total if total else 0.0  # before its rows, which are read from these bytes
+                        body.share = done / total if total else 0.0  # before its rows: their bytes are read already
                         yield from rows.of_batch(batch, source, row)
                         row += batch.num_rows
                     if row < end:
@@ -94,7 +94,7 @@ def read_arrow_batches(body: Body, file: Any, batches: range) -> Records:
             raise EOFError(
                 f"the file has {reader.num_record_batches} record batches, not {batches.stop}: it was changed"
             )
-        if batches.start > 0:  # rows are counted by one column of numbers; all columns would be decompressed
+        if batches.start > 0:  # counted by one column of numbers: others may need decompression
             narrow = [number for number, kind in enumerate(reader.schema.types) if pa.types.is_primitive(kind)][:1]
             counter = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=narrow))
             row = sum(counter.get_batch(number).num_rows for number in range(batches.start))
@@ -118,7 +118,7 @@ def read_arrow_stream(body: Body) -> Records:
             for batch in reader:
                 yield from _of_batch(rows, batch, body.source, row)
                 row += batch.num_rows
-            if row == 0 and (problem := rows.problem(reader.schema)):  # no batch has told it
+            if row == 0 and (problem := rows.problem(reader.schema)):  # no batch has reported it
                 yield from lost_rows(rows.no_column, body.source, 0, 1, problem)
     except TABLE_ERRORS as error:
         yield unreadable(error, body.source, row)
@@ -147,7 +147,7 @@ class _Feed(Iterator[str]):
     Bytes that are not UTF-8 become surrogates, so that they affect only their row.
 
     Attributes:
-        row: lines of the row that is being read; `_TOO_LARGE` for one that is too long.
+        row_lines: lines of the row that is being read; `_TOO_LARGE` for one that is too long.
         row_bytes: their memory.
     """
 
@@ -155,14 +155,15 @@ class _Feed(Iterator[str]):
         self._lines = self._decoded(stream)
         self._again: deque[str] = deque()
         self._num_lines = self._num_again = self.row_bytes = 0
-        self.row: list[str] = []
+        self.row_lines: list[str] = []
 
     def __next__(self) -> str:
         if self.row_bytes > MAX_ROW_BYTES:
             raise csv.Error(f"a row takes more than {MAX_ROW_BYTES // MIB} MiB of memory; close its quotation mark")
-        self.row.append(self._again.popleft() if self._again else next(self._lines))
-        self.row_bytes += sys.getsizeof(self.row[-1])
-        return self.row[-1]
+        line = self._again.popleft() if self._again else next(self._lines)
+        self.row_lines.append(line)
+        self.row_bytes += sys.getsizeof(line)
+        return line
 
     def _decoded(self, stream: ByteStream) -> Iterator[str]:
         too_large = False
@@ -175,13 +176,13 @@ class _Feed(Iterator[str]):
                 too_large = False
 
     def reread(self) -> int:
-        """Gives the lines behind the first of this row again, or returns their number: they are lost."""
-        num_again = len(self.row) - 1
-        # Once is enough in the mean if the next mark ends a row; if each line opens a field, all would come for each.
+        """Puts back the lines after the first of this row and returns 0, or returns their number if they are lost."""
+        num_again = len(self.row_lines) - 1
+        # Usually a line is read again once; if each line opened a quoted field, it would be once for every line before.
         if self._num_again + num_again > 16 * self._num_lines:
             return num_again
         self._num_again += num_again
-        self._again.extendleft(reversed(self.row[1:]))  # extendleft turns them round
+        self._again.extendleft(reversed(self.row_lines[1:]))  # extendleft reverses their order
         return 0
 
 
@@ -206,7 +207,7 @@ def read_delimited(body: Body, delimiter: str) -> Records:
             message = f"the row has {len(fields)} of {len(header)} columns"
             yield failed("invalid_csv", source, row, message)
         else:
-            # As the feed has decoded.
+            # Back to bytes, with the error handler by which the feed has decoded.
             values = [fields[column].encode("utf-8", "surrogateescape") for column in columns if fields]
             yield from rows.of_row(values, source, row)
     if problem and not num_rows:  # most likely not a CSV file at all
@@ -242,7 +243,7 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
     rows = csv.reader(feed, delimiter=delimiter, strict=True)
     num_columns = row = 0
     while True:
-        feed.row, feed.row_bytes, fields, problem = [], 0, list[str](), ""
+        feed.row_lines, feed.row_bytes, fields, problem = [], 0, list[str](), ""
         try:
             fields = next(rows)
         except StopIteration:
@@ -251,24 +252,27 @@ def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator
             yield row, unreadable(error, source, row)
             return
         except csv.Error as error:
-            problem = f"{error}{_BACKSLASH if _ESCAPED in feed.row[0] else ''}"
-        if num_columns == 0 and not problem and feed.row != [_TOO_LARGE]:
+            problem = f"{error}{_BACKSLASH if _ESCAPED in feed.row_lines[0] else ''}"
+        if num_columns == 0 and not problem and feed.row_lines != [_TOO_LARGE]:
             num_columns = len(fields)
-            if fields:  # blank lines before the header are none
+            if fields:  # a blank line is not the header
                 yield -1, fields
             continue
-        literal = [line.count(delimiter) == num_columns - 1 for line in feed.row if delimiter == "\t"]
-        is_literal = num_columns > 1 and literal and all(literal)
-        if len(feed.row) > 1 and not problem and (len(fields) != num_columns or is_literal or _TOO_LARGE in feed.row):
-            problem = f"a quotation mark is closed {len(feed.row) - 1} lines later"
-        if feed.row == [_TOO_LARGE]:
+        num_lines = len(feed.row_lines)
+        if num_lines > 1 and not problem:
+            # Lines of TSV that each have the fields of the header are rows, and their quotation marks are text.
+            are_whole = all(line.count(delimiter) == num_columns - 1 for line in feed.row_lines)
+            are_rows = delimiter == "\t" and num_columns > 1 and are_whole
+            if len(fields) != num_columns or are_rows or _TOO_LARGE in feed.row_lines:
+                problem = f"a quotation mark is closed {num_lines - 1} lines later"
+        if feed.row_lines == [_TOO_LARGE]:
             yield row, failed("too_large", source, row, f"a line of more than {MAX_FIELD_BYTES // MIB} MiB")
         elif not problem:
             yield row, fields
         else:
             # The csv module says "field larger than field limit".
-            reason = "too_large" if "limit" in problem and len(feed.row) == 1 else "invalid_csv"
-            for place, line in enumerate(feed.row[: 1 + feed.reread()], row):
+            reason = "too_large" if "limit" in problem and num_lines == 1 else "invalid_csv"
+            for place, line in enumerate(feed.row_lines[: 1 + feed.reread()], row):
                 row = place
                 if delimiter == "\t" and line != _TOO_LARGE and line.count(delimiter) == num_columns - 1:
                     yield row, line.rstrip("\r\n").split(delimiter)

@@ -34,8 +34,8 @@ TRIPLE_LABELS = (NO_LABEL, ENTAILMENT, CONTRADICTION)  # labels of the texts of 
 class Layout:
     """The texts of one row."""
 
-    starts: NDArray[np.int32]  # `(num_texts,)` int32 start of each text in the row's tokens; ascending, the first is 0
-    labels: NDArray[np.int8]  # `(num_texts,)` int8 label of each text; NO_LABEL for the first
+    starts: NDArray[np.int32]  # `(num_texts,)` start of each text in the row's tokens; ascending, the first is 0
+    labels: NDArray[np.int8]  # `(num_texts,)` label of each text; NO_LABEL for the first
 
 
 class DocumentsContent(Strict):
@@ -90,7 +90,7 @@ class TriplesContent(Strict):
     """Key or column of the contradicting sentence."""
 
 
-def _expression(value: str | None) -> str | None:
+def _checked_label_rule(value: str | None) -> str | None:
     """Checks that a label rule is `folder`, `parent_folder`, null or a regular expression with one group."""
     if value in (None, FOLDER, PARENT_FOLDER):
         return value
@@ -105,7 +105,7 @@ def _expression(value: str | None) -> str | None:
     return value
 
 
-LabelRule = Annotated[str | None, AfterValidator(_expression)]
+LabelRule = Annotated[str | None, AfterValidator(_checked_label_rule)]
 
 
 class _LabelledContent(Strict):

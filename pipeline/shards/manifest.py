@@ -47,7 +47,7 @@ Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = ("train", "held-out")
 
 
-# Without a dictionary each: a manifest of 65,536 units takes an eighth of the memory, which every reader needs.
+# Slots instead of a dictionary a shard: every reader holds the manifest, and 65,536 units take an eighth of the memory.
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Shard:
     """One Arrow file of the output folder."""
@@ -92,12 +92,12 @@ class Manifest(Strict):
 
     schema_version: int
     shards: list[Shard]
-    ledgers: list[LedgerFile]  # Ledgers with the status of each document: one file a unit, in plan order
-    # Documents read, kept, dropped and failed; of the kept ones those to train and held out, and their tokens and
-    # unknown tokens; bytes of input and of text; tokens of the longest; documents lost with files that break off.
+    ledgers: list[LedgerFile]  # files with the status of each document: one a unit, in plan order
+    # Counts of documents: read, kept, kept to train, kept as held-out, dropped, failed, lost with files that break
+    # off. Tokens and unknown tokens of the kept ones, tokens of the longest one; bytes of input and of text.
     totals: dict[str, int]
-    dropped: dict[str, int]
-    failed: dict[str, int]
+    dropped: dict[str, int]  # dropped documents by reason
+    failed: dict[str, int]  # failed documents by reason
     failures: list[ReadFailure]  # examples, in corpus order; all failures are counted in `failed`
     tokenizer: TokenizerInfo | None  # None for images and audio
     geometry: Geometry
@@ -182,7 +182,7 @@ def build_manifest(
         geometry=geometry,
         config=config,
         config_hash=config_hash,
-        # A change of one can change bits.
+        # Another version of one of these packages can change the bytes of shards.
         versions={name: version(name) for name in ("pyarrow", "ray", *_LIBRARIES.get(kind, ("tokenizers",)))},
         skipped=skipped or {},
         labels=counts.labels,
@@ -217,7 +217,7 @@ def load_index(folder: Path) -> tuple[Manifest, list[ListedShard]]:
 
 
 def _checked(path: Path, raw: bytes) -> Manifest:
-    """The manifest in this text of the file."""
+    """The manifest in the content of a file, with its version, content and tokenizer checked."""
     try:
         manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
@@ -246,9 +246,6 @@ def data_hash(manifest: Manifest) -> str:
     )
 
 
-# The manifest of several corpora that are read as one.
-
-
 def joined_manifest(manifests: Sequence[Manifest]) -> Manifest:
     """The manifest of several corpora that are read as one: all shards, and the sums of their counts.
 
@@ -257,7 +254,7 @@ def joined_manifest(manifests: Sequence[Manifest]) -> Manifest:
     if len(manifests) == 1:
         return manifests[0]
     first = manifests[0]
-    # Before 0.2 some are missing.
+    # A manifest made before 0.2 lacks some totals.
     totals = {key: sum(manifest.totals.get(key, 0) for manifest in manifests) for key in first.totals}
     counts = {
         name: [getattr(manifest, name) for manifest in manifests] for name in ("dropped", "failed", "labels", "notes")

@@ -29,10 +29,10 @@ EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]
 Item = TypeVar("Item")
 
-_PIECE_CHARACTERS = 1_000_000
-_BATCH_CHARACTERS = 250_000
-_CUT = re.compile(r"(?<=\S) (?=\S)")
-_WORDS_CUT = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
+_PIECE_CHARACTERS = 1_000_000  # a longer text is encoded in pieces
+_BATCH_CHARACTERS = 250_000  # pieces are encoded together up to this sum
+_CUT = re.compile(r"(?<=\S) (?=\S)")  # a single space
+_WORDS_CUT = re.compile(r"(?<=[^\W_]) (?=[^\W_])")  # a single space between letters or digits
 
 
 def parse(backend: Tokenizer) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _without_pieces(parsed: dict[str, Any], hidden: set[str]) -> Tokenizer:
 
 
 def _safe_cut(parsed: dict[str, Any]) -> re.Pattern[str] | None:
-    """Spaces before which a text may be cut without a change of its ids; None if there are none for certain."""
+    """The pattern of spaces before which a cut changes no id of a text; None if no cut is certain to change none."""
     if any(token["rstrip"] or " " in token["content"] for token in parsed["added_tokens"]):
         return None
     before = parsed["pre_tokenizer"] or {}
@@ -160,7 +160,8 @@ def _safe_cut(parsed: dict[str, Any]) -> re.Pattern[str] | None:
         return _CUT if before["use_regex"] and parsed["normalizer"] is None else None
     # SentencePiece (XLM-R): each word is tokenized alone, with the sign that replaced the space before it. Normalisers
     # can turn other characters into spaces, so the space must be between letters or digits.
-    steps = [step["type"] for step in (parsed["normalizer"] or {}).get("normalizers", [parsed["normalizer"]]) if step]
+    normalizer = parsed["normalizer"] or {}
+    steps = [step["type"] for step in normalizer.get("normalizers", [normalizer]) if step]
     splitters = [part for part in before.get("pretokenizers", [before]) if part.get("type") != "WhitespaceSplit"]
     facts = [(part.get("type"), part.get("split"), part.get("prepend_scheme")) for part in splitters]
     by_word = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Replace"}
@@ -251,7 +252,7 @@ def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterabl
         for text, expected, actual in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
             if not np.array_equal(expected, actual):
                 shared = min(len(expected), len(actual))
-                # False last: one may begin with the other.
+                # False at the end, because one list of ids may begin with the other.
                 first = int(np.argmin(np.append(expected[:shared] == actual[:shared], False)))
                 return f"ids differ from token {first} of a text that begins {text[:60]!r}"
     return None
@@ -272,7 +273,7 @@ def difficult_texts(backend: Tokenizer) -> Iterator[str]:
 
 
 def _drawn(alphabet: str, count: int, length: int) -> Iterator[str]:
-    """Random texts."""
+    """Texts of random characters of an alphabet, the same every time."""
     numbers = np.arange(count, dtype=np.uint64)
     for row in seeding.words(0, "difficult texts", numbers, np.zeros_like(numbers), length):
         yield "".join(alphabet[drawn % len(alphabet)] for drawn in row.tolist())

@@ -1,6 +1,6 @@
 """Engines that give the ids of `tokenizers` several times as fast: byte-level BPE by tiktoken, WordPiece by a table.
 
-Byte-level BPE as in GPT-2 (RoBERTa, DistilRoBERTa, `kind: train`) on tiktoken, with the ids of `tokenizers`.
+`ByteLevelBPE` is byte-level BPE as in GPT-2 (RoBERTa, DistilRoBERTa, `kind: train`), by tiktoken.
 
 GPT-2's pattern cuts a text into words, and adjacent pieces of a word are merged, lowest rank first, from bytes
 upwards. `tokenizers` and tiktoken compute the same, but tiktoken's data structures are several times faster.
@@ -11,7 +11,7 @@ The ids could differ in two cases, and `bytelevel_obstacle` refuses such tokeniz
   edge, so a token is then always made by the same pair.
 - `tokenizers` first searches the text for added tokens that are not special; tiktoken does not know them.
 
-WordPiece as in BERT, by a table of pieces with known ids; gives the ids of `tokenizers`.
+`WordTable` is WordPiece as in BERT, by a table of pieces with known ids.
 
 No step of such a tokenizer looks across a space or a sign. The normaliser maps character by character, decomposition
 reorders accents only between two characters that are not accents, the pre-tokenizer cuts at whitespace and around
@@ -45,10 +45,10 @@ _BLANK = np.zeros(0x3002, bool)
 _BLANK[[*range(0x21), 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000]] = True
 _MOST_PIECES = 1 << 17  # largest number of pieces in the table, about 30 MB; a full table is emptied
 _LONGEST = 48  # characters of the longest piece in the table. Longer pieces are rarely repeated.
-_CHARACTERS_AT_ONCE = 1 << 17
+_CHARACTERS_AT_ONCE = 1 << 17  # a longer text is cut before a space or sign after this many characters
 _SPACES = " \t\n\r"
-_CANDIDATES = [*range(0x21, 0xC0), *range(0x2010, 0x2060), *range(0x3001, 0x3040), *range(0x3400, 0xA000)]
-_CANDIDATES += range(0xFF01, 0xFF66)
+_MAYBE_SIGNS = [*range(0x21, 0xC0), *range(0x2010, 0x2060), *range(0x3001, 0x3040), *range(0x3400, 0xA000)]
+_MAYBE_SIGNS += range(0xFF01, 0xFF66)
 """Code points that may be signs: ASCII, Latin-1, general punctuation, CJK and its punctuation."""
 
 
@@ -71,8 +71,8 @@ def bytelevel_obstacle(backend: Tokenizer, parsed: dict[str, Any]) -> str | None
     merged = ["".join(merge) for merge in model["merges"]]
     if len({*merged, *byte_letters()}) < len(merged) + _NUM_BYTES:
         return "two of its merges make the same token"
-    apart = next((token for token in merged if len(backend.model.tokenize(token)) != 1), None)
-    return None if apart is None else f"its token {apart!r}, encoded alone, is several tokens"
+    unstable = next((token for token in merged if len(backend.model.tokenize(token)) != 1), None)
+    return None if unstable is None else f"its token {unstable!r}, encoded alone, is several tokens"
 
 
 class ByteLevelBPE:
@@ -91,7 +91,7 @@ class ByteLevelBPE:
         self._any_spaces: tiktoken.Encoding | None = None
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
-        """Ids of a text, `(num_tokens,)`; None for ten thousand spaces in a row, on which tiktoken fails."""
+        """Ids of a text, `(num_tokens,)`; None if a run of whitespace could be too long for tiktoken."""
         if _is_single_spaced(text):
             engine = self._single_spaces
         elif _LONG_SPACES.search(text):
@@ -177,14 +177,14 @@ class _Pieces(dict[str, bytes]):
 def _signs(backend: Tokenizer) -> Iterator[str]:
     """Characters that this tokenizer treats as words and that no accent is reordered across."""
     normalise = backend.normalizer.normalize_str if backend.normalizer else str
-    for character in map(chr, _CANDIDATES):
+    for character in map(chr, _MAYBE_SIGNS):
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(normalise(f"a{character}a"))]
         if len(words) == 3 and not any(map(unicodedata.combining, unicodedata.normalize("NFD", character))):
             yield character
 
 
 def _stretches(text: str, edge: re.Pattern[str]) -> Iterator[str]:
-    """Cuts the text before spaces and signs into stretches of bounded length, if it has any.
+    """Cuts a text into stretches, each at the first space or sign after `_CHARACTERS_AT_ONCE`, if there is one.
 
     Chinese has no spaces, but each of its characters is a sign.
     """

@@ -88,8 +88,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, OSError | ValueError):
             raise  # `tokenizers` raises plain Exception for a damaged tokenizer.json
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first}"
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem = f"is neither a folder with a tokenizer nor reachable on the hub: {first_line}"
         if missing := sentencepiece_problem(path):
             problem = missing
         elif unreached:
@@ -115,13 +115,13 @@ def was_replaced(name: str, trust_remote_code: bool, saved: Path) -> bool:
     try:
         if _facts(json.loads(file.read_bytes())) == _facts(json.loads((saved / file.name).read_bytes())):
             return False  # the usual case, without the seconds that transformers takes
-    except (KeyError, TypeError, ValueError, RecursionError):  # damaged since
+    except (KeyError, TypeError, ValueError, RecursionError):  # damaged after it was saved
         return True
     return fingerprint(load_tokenizer(name, trust_remote_code)) != fingerprint(load_tokenizer(str(saved)))
 
 
 def _facts(backend: dict[str, Any]) -> dict[str, Any]:
-    """What decides the ids of a text, of a tokenizer in JSON."""
+    """The parts of a tokenizer's JSON that decide the ids of a text."""
     return {key: backend[key] for key in ("normalizer", "pre_tokenizer", "added_tokens", "model")}
 
 

@@ -199,7 +199,7 @@ def test_a_full_disk_is_told_and_the_same_command_continues(command, tmp_path, s
         for left in (2**20, 3_340_000):  # in the vectors of 3.1 MB, in the map of 0.25 MB
             volume.fill(leave_bytes=left)
             assert main(index) == 1
-            says(capsys.readouterr().err, f"--output {place}: No space left on device; nothing was written")
+            says(capsys.readouterr().err, f"--output {place}:", "No space left on device; nothing was written")
             assert not place.exists()
             assert not map_file.exists()
             volume.drain()

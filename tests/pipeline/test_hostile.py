@@ -181,6 +181,7 @@ DOCUMENTS = {
     "an array of a long text": ("json", b'[{"text": "%s"}]' % (b"word " * 300), ["word " * 204, "word " * 96]),
     "a record of WET on a page": ("wet", wet(b"a:b\r\n\r\n", b"warcinfo", 3), ["é\nb\n!"]),
     "a page in WET": ("wet", wet(b"<p>x\n\n", b"response", 4), ["é\nb\n!", "unknown_format"]),
+    "WET with a header of line feeds": ("wet", wet(b"a", length=1).replace(b"\r\n", b"\n", 4), ["é\nb\n!", "a"]),
     "WET without a length": ("wet", wet(b"text"), ["é\nb\n!", "unreadable"]),
     "WET that is cut": ("wet", wet(b"text", length=99), ["é\nb\n!", "unreadable"]),
     "no WARC in WET": ("wet", wet(b"a\r\n\r\n", length=1) + b"<html>", ["é\nb\n!", "a", "unreadable"]),

@@ -114,6 +114,7 @@ for settings in json.loads(sys.argv[1]):
 PLAIN = {"train-00000-of-00002": "abc", "train-00001-of-00002": "d", "test-00000-of-00001": "t"}
 DECLARED = [{"config_name": "en", "data_files": [{"split": "train", "path": "en/*.json.gz"}], "default": True}]
 DECLARED += [{"config_name": "de", "data_files": [{"split": "train", "path": ["de/a.jsonl"]}]}]
+DECLARED += [{"config_name": "in", "data_dir": "de", "data_files": "**/*.jsonl"}]  # `**` is no folder, too
 NLI = {"premise": list("abaa"), "hypothesis": list("xyz?"), "label": [0, 1, 2, -1]}
 DATASETS = {
     "owner/plain": {
@@ -137,7 +138,8 @@ DATASETS = {
 @pytest.mark.slow
 def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_path):
     queries = [{"name": "owner/plain"}, {"name": "owner/plain", "split": "test", "revision": "main"}]
-    queries += [{"name": "owner/declared"}, {"name": "owner/declared", "config": "de"}, {"name": "owner/script"}]
+    queries += [{"name": "owner/declared"}, {"name": "owner/declared", "config": "de"}]
+    queries += [{"name": "owner/declared", "config": "in"}, {"name": "owner/script"}]
     queries += [{"name": "owner/declared", "config": "fr"}, {"name": "owner/script", "split": "dev"}]
     queries += [{"name": "owner/nothing"}, {"name": "owner/plain", "revision": "v9"}]
     queries += [{"name": "owner/plain", "text_field": "body"}, {"name": "owner/script", "revision": "main"}]
@@ -149,12 +151,14 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
     answers = [json.loads(line) for line in ran.stdout.splitlines()]
     train = [f"owner/plain@{SHA[:12]}/data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
     assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]
-    assert [[text for _, text in answer] for answer in answers[1:5]] == [["t"], ["english"], ["deutsch"], ["converted"]]
+    assert [[text for _, text in answer] for answer in answers[1:6]] == [
+        *(["t"], ["english"], ["deutsch"], ["deutsch"], ["converted"])
+    ]
     assert answers.pop() == ["no_gold_label", [["a", "x", "z"], [-1, 0, 2]], [["b", "y"], [-1, 1]]], "by premise"
     wrong = ["fr", "dev", "owner/nothing", " ", "body", "corpus.revision", "hypothesis, label, premise"]
-    for word, problems in zip(wrong, answers[5:], strict=True):
+    for word, problems in zip(wrong, answers[6:], strict=True):
         assert word in " ".join(problems), "problems are texts"
-    assert "['de', 'en']" in answers[5][0]
+    assert "['de', 'en', 'in']" in answers[6][0]
 
 
 def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():

@@ -14,9 +14,9 @@ from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
 
 from declutr.common.watcher import Watcher
 
-EVERY_SECONDS = 0.5
-_MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt
-_RANKS = 256  # of a group whose period is the least
+EVERY_SECONDS = 0.5  # shortest time between two heartbeats
+_MAX_PERIOD_SECONDS = 2.0  # longest time between them: a worker that is silent for ten seconds is in doubt
+_MAX_FAST_RANKS = 256  # largest group with the shortest time
 _NAMESPACE = b"declutr"
 # Without a limit a call waits for a lost head, and after a minute Ray kills the whole process.
 _CALL_SECONDS = 5.0
@@ -26,7 +26,7 @@ UNREACHABLE = (RpcError, RaySystemError, GetTimeoutError, TimeoutError)
 
 def period(size: int) -> float:
     """Seconds between two heartbeats in a group of `size` workers."""
-    return min(_MOST_SECONDS, EVERY_SECONDS * max(1.0, size / _RANKS))
+    return min(_MAX_PERIOD_SECONDS, EVERY_SECONDS * max(1.0, size / _MAX_FAST_RANKS))
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,12 @@ class ControlChannel:
 
     def clear(self) -> None:
         """Deletes all entries."""
-        head().internal_kv_del(self._key(""), True, _NAMESPACE, timeout=_CALL_SECONDS)
+        by_prefix = True
+        head().internal_kv_del(self._key(""), by_prefix, _NAMESPACE, timeout=_CALL_SECONDS)
 
     def _put(self, key: str, value: Any) -> None:
-        head().internal_kv_put(self._key(key), json.dumps(value).encode(), True, _NAMESPACE, timeout=_CALL_SECONDS)
+        raw, overwrite = json.dumps(value).encode(), True
+        head().internal_kv_put(self._key(key), raw, overwrite, _NAMESPACE, timeout=_CALL_SECONDS)
 
     def _key(self, key: str) -> bytes:
         return f"{self.name}/{key}".encode()
@@ -86,7 +88,7 @@ class ChannelReader(Watcher):
 
     def look(self) -> None:
         """Posts the stop notice once, reads heartbeats and draining nodes."""
-        with contextlib.suppress(*UNREACHABLE):  # `answered` shows it
+        with contextlib.suppress(*UNREACHABLE):  # the driver sees from `answered` that the head is silent
             if self.stop_reason is not None and not self._posted:
                 self._channel.request_stop(self.stop_reason)
                 self._posted = True
@@ -107,7 +109,7 @@ class ChannelReader(Watcher):
 
 
 # The only use of names of Ray that are not public. A later version of Ray may lack one of them, so pyproject.toml
-# bounds it; tests/trainer/test_imports.py names it with the installed version.
+# bounds Ray's version; tests/trainer/test_imports.py reports the missing name and the installed version.
 
 
 def head() -> Any:
@@ -131,7 +133,7 @@ def draining(nodes: set[str]) -> str | None:
     deadlines: dict[str, int] = {node: at for node, at in state.get_draining_nodes().items() if node in nodes}
     if not deadlines:
         return None
-    # one without a time counts as the last
+    # a node whose time is unknown counts as the last
     node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
     return f"node {node[:8]} is about to be removed{left}"

@@ -50,15 +50,15 @@ F64 = NDArray[np.float64]
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
 ORDER = CLOSED, TRAINED, BOTH  # all candidates, from the cheapest to the dearest
 RUN = "run"  # name of the folder of the training, among those of the candidates
-POWER, SHRINKAGE = 0.25, 0.1
-"""Power of the covariance, of which 0.5 whitens completely, and weight of the identity beside it."""
+POWER = 0.25  # power of the inverse covariance; 0.5 whitens completely
+SHRINKAGE = 0.1  # weight of the identity that is added to the covariance
 _PASSAGES = 4  # passages of a document that the covariance is computed from, spread evenly over it
-_PASSES = 10  # more were not measured
-"""Passes over the training documents, if there is time."""
-_LEAST_STEPS = 20
+_PASSES = 10  # passes over the training documents, if there is time; more were not measured
+_LEAST_STEPS = 20  # a shorter training is not started
 _STEP_COST = 3.75  # time of a step relative to the embedding of as many tokens: the backward, and the update
 _LOAD_SECONDS = 60.0  # seconds that a start of the training takes beside its steps, with room for a slow machine
-_BLOCK_DOCUMENTS, _TIMED_PASSAGES = 256, 512
+_BLOCK_DOCUMENTS = 256  # documents embedded at a time
+_TIMED_PASSAGES = 512  # passages that are embedded to measure the speed
 FOLDS = 5  # parts of a small corpus, each of which is scored by a fit on the others
 
 
@@ -107,10 +107,14 @@ def steps_within(
 
     About a third of the seconds is for what follows the training; the tokens per second are the start's in a forward.
     """
-    # anchor and positive: 48 of 32 to 64 tokens on average (Beta(4, 2) and Beta(2, 4)), and 2 special ones
-    tokens = 2 * BATCH_DOCUMENTS * (3 * window_tokens // 4 + 2)
-    steps = int((seconds * 2 / 3 - _LOAD_SECONDS) * tokens_per_second / (tokens * _STEP_COST))
-    return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
+    # A span has from half a window to a window: on average 5/6 for anchors (Beta(4, 2)) and 4/6 for positives
+    # (Beta(2, 4)), so 3/4 for both; and 2 special tokens.
+    step_tokens = 2 * BATCH_DOCUMENTS * (3 * window_tokens // 4 + 2)
+    training_seconds = seconds * 2 / 3 - _LOAD_SECONDS
+    steps = int(training_seconds * tokens_per_second / (step_tokens * _STEP_COST))
+    if steps < _LEAST_STEPS:
+        return 0
+    return min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
 
 
 def prepared_pairs(
@@ -121,7 +125,7 @@ def prepared_pairs(
         return None
     train = pairs.part("train", config.seed, train=True)
     rows = zip(train.queries, train.relevant, strict=True)
-    lines = [json.dumps({"query": query, "text": train.texts[text]}) for query, texts in rows for text in texts]
+    lines = [json.dumps({"query": query, "text": train.texts[row]}) for query, answers in rows for row in answers]
     file, folder = output / PAIRS_FILE, output / PAIRS_DATA
     write_text(file, "\n".join(lines) + "\n")
     manifest = prepare(config.prepare_pairs_config(file, folder, address))
@@ -149,7 +153,8 @@ class CandidateBuilder:
     def of_documents(self, documents: Sequence[str], folder: Path) -> "CandidateBuilder":
         """A builder in a folder of its own, which prepares these documents, all of them to be trained on."""
         file, data, lines = folder / DOCUMENTS, folder / "data", document_lines(documents)
-        if not file.is_file() or file.read_text(encoding="utf-8") != lines:  # `prepare` refuses one of another time
+        # An unchanged file is not written again, because `prepare` compares its state with that of an earlier start.
+        if not file.is_file() or file.read_text(encoding="utf-8") != lines:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(file, lines)
         drop_moved(data, file)
@@ -195,7 +200,7 @@ def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder
 
     An export of a training has the longest input that its positions allow, and no normalisation at the end.
     """
-    ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []  # an export has none
+    ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []
     write_transformer(
         replace(trained, max_tokens=start.max_tokens, prompt=start.prompt, prompts=start.prompts), ends, folder
     )
@@ -242,7 +247,7 @@ def whitening(sums: WithinSums) -> F64:
         )
     values, vectors = np.linalg.eigh(sums.scatter / degrees)
     mean = float(values.mean())
-    if not mean > 1e-12:  # also if it is not a number
+    if not mean > 1e-12:  # true for NaN, too
         raise UsageError(
             f"the {sums.spans:,} spans of {sums.documents:,} documents have the same embedding as the others of their "
             "document: there is nothing to whiten; check that the documents are not empty or repeated text"
@@ -268,7 +273,8 @@ def passage_ids(
     owners: list[int] = []
     for document in range(len(documents)):
         starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
-        length = min(int(starts[1] - starts[0]), max_content)  # a document's last window may be longer
+        # A kept document has two windows or more; their distance is their length, but the last may be longer.
+        length = min(int(starts[1] - starts[0]), max_content)
         chosen = starts[np.linspace(0, len(starts) - 1, min(_PASSAGES, len(starts))).round().astype(np.int64)]
         for start in (offsets[document] + chosen).tolist():
             rows.append([*before, *tokens[start : start + length].tolist(), *after])

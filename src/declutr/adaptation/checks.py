@@ -45,8 +45,9 @@ _OWN |= {"result.json", "lock.json"}
 _WRITTEN = [PAIRS_FILE, REPORT, "result.json", f"{ENCODER}/README.md", "candidates/run/export/README.md"]
 _WRITTEN += ["folds/0/data/plan.json"]
 """Files of every format that documents may have; `prepare` looks for those of the data itself."""
-_ANSWERS = {2: 240, 3: 370}  # different answers of which each half, or each third, has 100 in 99% of the draws
+_ANSWERS = {2: 240, 3: 370}  # by number of parts: answers of which each part has MIN_ROWS in 99% of the draws
 _MOST_READ = 1000  # documents whose lengths are looked at before a preparation
+# Patterns in messages of `prepare`, with the words of this command for each.
 _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"^prepare: ": "",
     r"set corpus\.format=": "add --format ",
@@ -64,14 +65,14 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"tokenizer\.name = ": "ENCODER ",
     r", or in `prepare` tokenizer\.kind=train": "",
     r"; lower batch_documents or its weight": "",
-}  # Patterns in messages of a preparation, and the words of this command for them
+}
 
 
 def as_options(message: str) -> str:
     """A message of `prepare` with options of `adapt` in place of settings."""
     for pattern, words in _OPTIONS.items():
         message = re.sub(pattern, words, message)
-    return re.sub(r"CORPUS (?=[:,])", "CORPUS", message)  # of `corpus.paths:`, which names no value
+    return re.sub(r"CORPUS (?=[:,])", "CORPUS", message)  # no space where a setting had no value
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def own_words() -> Iterator[None]:
     """Gives messages and errors of `prepare` and `train` the options of `adapt`, which takes no settings."""
 
     def reworded(record: logging.LogRecord) -> bool:
-        record.msg, record.args = as_options(record.getMessage()), ()  # the message has them already
+        record.msg, record.args = as_options(record.getMessage()), ()  # `getMessage` has put the arguments in
         return True
 
     get_logger().addFilter(reworded)
@@ -95,27 +96,29 @@ def own_words() -> Iterator[None]:
 
 def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
     """Looks for a long document in a small corpus, because a preparation takes a minute to say that there is none."""
-    least, longest, failed = shortest_document(config.geometry, config.short_documents), 0, list[ReadFailure]()
+    shortest_kept = shortest_document(config.geometry, config.short_documents)
     units, _ = plan_units(config.corpus, config.unit_mib)
     records = (record for unit in units for record in UnitReader(unit, config.corpus))
-    read, sources = 0, dict[str, None]()  # 0, because a corpus may hold no record
+    failed, sources = list[ReadFailure](), dict[str, None]()
+    read = longest = 0  # a corpus may hold no record
     for read, record in enumerate(records, 1):
         sources[record.source] = None
         if isinstance(record, ReadFailure):
             failed.append(record)
         else:
             longest = max(longest, len(tokenizer(record.text, add_special_tokens=False)["input_ids"]))
-        if longest >= least or read > _MOST_READ:
+        if longest >= shortest_kept or read > _MOST_READ:
             return
-    reasons, short = dict(Counter(failure.reason for failure in failed)), {TOO_SHORT: read - len(failed)}
-    dropped = short if read > len(failed) else {}
+    reasons = dict(Counter(failure.reason for failure in failed))
+    num_short = read - len(failed)
+    dropped = {TOO_SHORT: num_short} if num_short else {}
     counts = Counts(read=read, kept=0, dropped=dropped, failed=reasons, text_bytes=0, longest_tokens=longest)
     problems = nothing_kept(counts, config, failed), lines_hint(read, dropped, config.model_dump(mode="json"), sources)
     raise ConfigError("adapt", [as_options(problem) for problem in problems if problem])
 
 
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
-    """The reasons why encoder, corpus or output cannot be where they are, such as an output within the corpus."""
+    """Problems of the paths of encoder, corpus and output, such as an output within the corpus."""
     is_baseline = config.encoder.startswith(("hashed-words", "untrained:", "untrained@"))
     place = Path() if is_baseline else expand(config.encoder)
     encoder_problem = unloadable(config.encoder) or no_encoder(place)
@@ -126,9 +129,11 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     if is_baseline:
         encoder_problem = f"{config.encoder} is a baseline, whose weights nobody trained; name the folder of an encoder"
     if encoder_problem:
-        others = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
-        if others:
-            encoder_problem += f". {others[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
+        encoders = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
+        if encoders:
+            encoder_problem += (
+                f". {encoders[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
+            )
         yield encoder_problem
     if problem := folder_problem(output):
         yield f"--output {output}: {problem}"
@@ -168,9 +173,9 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
             parts: tuple[Part, ...] = ("test", "development", "train") if config.train_on_pairs else ("test",)
             counts = {part: pairs.part(part, config.seed, config.train_on_pairs).num_answers for part in parts}
             if few := {part: count for part, count in counts.items() if count < MIN_ROWS}:
-                part, reporting = next(iter(few.items()))
+                part, num_answers = next(iter(few.items()))
                 problems.append(
-                    f"--pairs {config.pairs}: {reporting} different answers are left for the {part}, which needs "
+                    f"--pairs {config.pairs}: {num_answers} different answers are left for the {part}, which needs "
                     f"{MIN_ROWS}, and queries with an answer in common count once; give queries of "
                     f"{_ANSWERS[2 + config.train_on_pairs]} answers or more, or none to use passages of the documents"
                 )
@@ -194,7 +199,7 @@ def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
 def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str]) -> None:
     """Writes the documents that passages make together, unless the folder has them."""
     path, lines = output / DOCUMENTS, document_lines(passages)
-    stored(config, output)
+    stored(config, output)  # refuses a folder with another adaptation
     if path.is_file() and path.read_bytes() == lines.encode():
         with RunLock(output, lambda: None):  # a command at the other path may be reading them
             drop_moved(output / "data", path)
@@ -219,7 +224,7 @@ def drop_moved(data: Path, documents: Path) -> None:
 
 
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
-    """What the user's own files hold; documents joined of passages are written to the output folder."""
+    """Checks everything and returns the user's own files. Writes documents joined from passages to the output."""
     problems, inputs = check_places(config, output)
     if inputs.passages is not None:
         _write_documents(config, output, inputs.passages)
