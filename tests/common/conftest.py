@@ -1,6 +1,7 @@
 """A server of S3's protocol, and a folder to send."""
 
 import pytest
+from mediafiles import spread
 from s3server import s3_server
 
 
@@ -12,9 +13,4 @@ def server():
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = tmp_path / "local"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "a.bin").write_bytes(bytes(range(256)))
-    (folder / "deep" / "b c.txt").write_text("b")
-    (folder / "empty").write_bytes(b"")
-    return folder
+    return spread(tmp_path / "local", {"a.bin": bytes(range(256)), "deep/b c.txt": b"b", "empty": b""})

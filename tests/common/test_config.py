@@ -1,13 +1,15 @@
-"""The loader of settings: every problem at once, with key, value and limit; YAML that is refused."""
+"""The loader of settings: every problem at once, with key, value and limit; YAML that is refused; settings as YAML."""
 
 import time
 from typing import Annotated, Any, Literal
 
 import pytest
+import yaml
 from messages import all_of, says
 from pydantic import Field, PrivateAttr, model_validator
 
 from declutr.common.config import Strict, config_yaml, load_config
+from declutr.common.config_docs import annotated_yaml, settings_tables
 from declutr.common.errors import ConfigError
 from declutr.common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
 
@@ -17,24 +19,49 @@ class Inner(Strict):
     rate: float = 1e-3
 
 
+class Wool(Strict):
+    """The wool of a sheep, shorn once a year
+    and weighed."""
+
+    colour: Literal["white", "black"] = "white"
+    """Colour after washing."""
+    grams: tuple[float, ...] = (1.5, 2.0)
+    """Weights, kg | pounds."""
+    use: Literal["sell", "spin"] = "sell"
+    """sell: at the market. spin: at home."""
+
+
 class Sheep(Strict):
-    kind: Literal["sheep"]
-    wool: float = 1.0
+    """An animal with wool.
+
+    It eats grass.
+    """
+
+    kind: Literal["sheep"] = "sheep"
+    wool: Wool = Wool(colour="black")
 
 
 class Horse(Strict):
+    """An animal to ride."""
+
+    kind: Literal["horse"]
+    names: dict[str, str] = Field(default_factory=dict)
+    """Names by language."""
+
+
+class Farm(Strict):
+    """A farm."""
+
+    animal: Annotated[Sheep | Horse, Field(discriminator="kind")] = Sheep()
+    hay: Wool | None = None
+    """Stored hay."""
+    note: str
+    """A note."""
+    _hidden: str = PrivateAttr("none")
+
+
+class Horses(Horse):
     kind: Literal["horse", "pony"]
-
-
-class Goat(Strict):
-    kind: Literal["goat"] = "goat"
-    horns: int = 2
-
-
-class Pen(Strict):
-    animal: Annotated[Sheep | Goat, Field(discriminator="kind")]
-    size: int = 1
-    _note: str = PrivateAttr("none")
 
 
 class Part(Strict):
@@ -42,7 +69,7 @@ class Part(Strict):
 
 
 class Outer(Strict):
-    animal: Annotated[Sheep | Horse, Field(discriminator="kind")] | None = None
+    animal: Annotated[Sheep | Horses, Field(discriminator="kind")] | None = None
     inner: Inner = Inner()
     inputs: tuple[str, ...] = ()
     name: str
@@ -79,45 +106,34 @@ def problems(load, text, *overrides):
 def test_values_are_replaced_by_overrides_and_read_back_when_printed(load):
     text = "train: {name: a, inner: {size: 2}}"
     config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=c", "name=b", "inner.size=3")
-    assert config.inner == Inner(size=3, rate=5e-5)
+    assert config == Outer(inner=Inner(size=3, rate=5e-5), inputs=("x", "y"), name="b")
     assert isinstance(config.inner.rate, float)
-    assert config.inputs == ("x", "y")
-    assert config.name == "b"
     config = load("train: {name: a, inner: {rate: 5e-5}}")
     text = "train:\n" + "".join(f"  {line}\n" for line in config_yaml(config).splitlines())
     assert load(text) == config
-
-
-@pytest.mark.parametrize(
-    ("text", "override", "inner"),
-    [
-        ("train: {name: a, inner: {size: 2}}", "inner={rate: 2}", Inner(rate=2)),
-        ("train: {name: a}", "inner.size=9", Inner(size=9)),
-        ("train:\n  name: a\n  inner:\n", "inner.size=9", Inner(size=9)),
-    ],
-)
-def test_sections_are_replaced_opened_and_filled(load, text, override, inner):
-    assert load(text, override).inner == inner
-
-
-def test_overrides_of_validated_settings_keep_the_kind_of_a_section():
-    pen = load_config(Pen(animal=Goat(horns=4)), "train", Pen, ["size=3"])
-    assert (pen, pen._note) == (Pen(animal=Goat(horns=4), size=3), "none")
+    assert load("train: {name: a, inner: {size: 2}}", "inner={rate: 2}").inner == Inner(rate=2)
+    for text in ("train: {name: a}", "train:\n  name: a\n  inner:\n"):
+        assert load(text, "inner.size=9").inner == Inner(size=9)
+    # overrides of validated settings keep the kind of a section
+    animal = Sheep(wool=Wool(use="spin"))
+    farm = load_config(Farm(note="a", animal=animal), "train", Farm, ["note=b"])
+    assert (farm, farm._hidden) == (Farm(note="b", animal=animal), "none")
 
 
 def test_config_reports_every_problem_at_once(load):
-    found = problems(load, "train: {inner: {size: 0, raet: 1}, inputs: 3}", "high", "low.x=1")
-    says(found[0], "'high'", "key=value")
-    assert any(line.startswith("inner.size = 0: ") and "equal to 1" in line for line in found)
-    says(found, "inner.raet", "inner.rate")
-    assert any(line.startswith("inputs = 3: ") for line in found)
-    says(found, "name", "missing", "default")
-    assert any(line.startswith("low = ") for line in found)
-    assert len(found) == 6
+    lines = problems(load, "train: {inner: {size: 0, raet: 1}, inputs: 3}", "high", "low.x=1")
+    says(lines[0], "'high'", "key=value")
+    keys = ["low = {'x'", "inner.size = 0", "inner.raet", "inputs = 3", "name"]
+    assert sorted(line.partition(": ")[0] for line in lines[1:]) == sorted(keys)
+    for facts in (("inner.size = 0", "equal to 1"), ("inner.raet", "inner.rate"), ("name", "missing", "default")):
+        says(lines, facts)
+    with pytest.raises(ConfigError) as error:  # also those of places
+        load_config({"name": "x", "low": "x"}, "train", Outer, (), lambda values: [f"name = {values['name']}: away"])
+    assert [line.partition(": ")[0] for line in error.value.problems] == ["low = 'x'", "name = x"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "facts"),
     [
         (["inputs=[a,", "b]", "low=2"], ("inputs", "'[a,'", "YAML", "'b]'", "key=value", "quotes")),
         (["low", "=", "2"], ("'low'", "'='", "'2'", "spaces")),
@@ -128,9 +144,9 @@ def test_config_reports_every_problem_at_once(load):
         (["high.x=1"], ("high.x", "holds 1", "section")),
     ],
 )
-def test_words_that_are_no_overrides_are_named(load, words, told):
+def test_words_that_are_no_overrides_are_named(load, words, facts):
     """Also every part of an override that a shell cut at spaces."""
-    says(" ".join(problems(load, "train: {name: a, high: 1}", *words)), told)
+    says(" ".join(problems(load, "train: {name: a, high: 1}", *words)), facts)
 
 
 def test_unknown_key_without_a_near_one_lists_the_known(load):
@@ -141,11 +157,9 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "facts"),
     [
         ("prepare.output=x", ("prepare.output", "unknown key", "known here: animal")),
-        ("unit_mib=8", ("unit_mib", "unknown key", "known here: animal")),
-        ("nmae=b", ("nmae", "unknown key", "`name`")),
         ("inner.sise=1", ("inner.sise", "unknown key", "`inner.size`")),
         ("size=1", ("size", "unknown key", "`inner.size`")),
         ("iner.size=1", ("iner.size", "unknown key", "`inner.size`")),
@@ -154,7 +168,6 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("named.one=5", ("named.one = 5", "section")),
         ("train.name=", ("train.name", "unknown key", "`name`")),
         ("low=on", ("low = True", "number", "yes", "no", "on", "off")),
-        ("inner.rate=no", ("inner.rate = False", "number")),
         ("inner.rate=.nan", ("inner.rate = nan", "finite")),
         ("inner.rate=1e308", ("inner.rate = '1e308'", "at most 1,000,000,000,000")),
         ("inner.rate=-1.0e+200", ("inner.rate = -1e+200", "at least -1,000,000,000,000")),
@@ -176,16 +189,8 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("name=!!python/name:os.system", "refused"),
     ],
 )
-def test_unknown_key_brings_a_suggestion(load, override, told):
-    found = problems(load, "{train: {name: a}, prepare: {unit_mib: 2, name: b}}", override)
-    says("\n".join(found), told)
-
-
-def test_problems_of_places_are_said_with_the_others(tmp_path):
-    (tmp_path / "run.yaml").write_text("train: {name: nowhere, low: x}")
-    with pytest.raises(ConfigError) as error:
-        load_config(str(tmp_path / "run.yaml"), "train", Outer, (), lambda values: [f"name = {values['name']}: away"])
-    assert [line.partition(" ")[0] for line in error.value.problems] == ["low", "name"]
+def test_unknown_key_brings_a_suggestion(load, override, facts):
+    says(problems(load, "{train: {name: a}, prepare: {unit_mib: 2, name: b}}", override), facts)
 
 
 @pytest.mark.parametrize(
@@ -201,24 +206,17 @@ def test_problems_of_places_are_said_with_the_others(tmp_path):
     ],
 )
 def test_file_that_is_no_configuration_is_refused(load, text, message):
-    with pytest.raises(ConfigError, match=all_of(message)):
-        load(text)
-    with pytest.raises(ConfigError, match=all_of(message)):
-        load(text, "name=a")
+    for overrides in ((), ("name=a",)):
+        with pytest.raises(ConfigError, match=all_of(message)):
+            load(text, *overrides)
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        *[("run.yml", ["`{folder}/run.yaml`"]), (".", ["is a folder"]), ("low=1", ["config file", "first"])],
-        ("nowhere.yaml", ["no such", "nowhere.yaml"]),
-    ],
-)
-def test_name_of_no_config_file_brings_a_suggestion(tmp_path, name, told):
+def test_name_of_no_config_file_brings_a_suggestion(tmp_path):
     (tmp_path / "run.yaml").write_text("train: {}")
-    with pytest.raises(ConfigError) as error:
-        load_config(str(tmp_path / name), "train", Outer)
-    says(error.value, *[part.format(folder=tmp_path) for part in told])
+    facts = {"run.yml": f"`{tmp_path}/run.yaml`", ".": "is a folder", "low=1": ("config file", "first")}
+    for name, remedy in (facts | {"nowhere.yaml": ("no such", "nowhere.yaml")}).items():
+        with pytest.raises(ConfigError, match=all_of(remedy)):
+            load_config(str(tmp_path / name), "train", Outer)
 
 
 def test_numbers_at_the_bounds_are_accepted_and_frozen(load):
@@ -235,10 +233,10 @@ def test_numbers_at_the_bounds_are_accepted_and_frozen(load):
 def test_thousands_of_unknown_keys_are_reported_in_seconds(load):
     """A comparison with every known key takes milliseconds, so only the first ones get advice."""
     began = time.process_time()
-    found = problems(load, "train: {name: a, " + ", ".join(f"inner{n}: 1" for n in range(3_000)) + "}")
-    assert len(found) == 3_000
+    lines = problems(load, "train: {name: a, " + ", ".join(f"inner{n}: 1" for n in range(3_000)) + "}")
+    assert len(lines) == 3_000
     assert time.process_time() - began < 2
-    says(found[0], "`inner`")
+    says(lines[0], "`inner`")
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -250,7 +248,6 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3", ("'a'", "twice", "line 1", "line 3")),
-        ("a: {b: 1, b: 1}", ("'b'", "twice")),
         ("1: a\n'1': b", ("'1'", "twice")),
         ("a: 010", ("010", "ambiguous", "8")),
         ("a: 1:30", ("1:30", "ambiguous", "90")),
@@ -258,7 +255,6 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: 0x_", "number"),
         ("a: " + "9" * 5000, "number"),
         ("a: !!python/object/apply:os.system [ls]", ("tag", "os.system", "refused")),
-        ("a: !!binary x", ("tag", "binary", "refused")),
         ("a: !mine x", ("tag !mine", "refused")),
         ("a:\n\tb: 1", ("tab", "spaces", "line 2")),
         ("a: &x [*x]", ("anchor", "itself")),
@@ -283,22 +279,14 @@ def test_yaml_beyond_the_safe_subset_is_refused(text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("", None),
-        ("a: 1_000", {"a": 1000}),
-        ("a: 0x1F", {"a": 31}),
-        ("a: 0", {"a": 0}),
-        ("a: -0.5", {"a": -0.5}),
-        ("a: 2026-01-01", {"a": "2026-01-01"}),  # a folder, more likely than a date
-        ("a: =", {"a": "="}),
-        ("a: [on, 'on', ~]", {"a": [True, "on", None]}),
-        ("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}", {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}),
-    ],
-)
-def test_yaml_of_the_safe_subset_is_read(text, value):
-    assert read_yaml(text) == value
+def test_yaml_of_the_safe_subset_is_read():
+    values = {"1_000": 1000, "0x1F": 31, "0": 0, "-0.5": -0.5, "=": "=", "[on, 'on', ~]": [True, "on", None]}
+    values["2026-01-01"] = "2026-01-01"  # a folder, more likely than a date
+    assert {text: read_yaml(f"a: {text}") for text in values} == {text: {"a": value} for text, value in values.items()}
+    assert read_yaml("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}") == {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}
+    assert read_yaml("") is None
+    assert read_yaml("[" * 64 + "]" * 64)
+    assert len(read_yaml("- a\n" * 19_999)) == 19_999
 
 
 @pytest.mark.parametrize(
@@ -319,10 +307,35 @@ def test_yaml_file_that_is_no_text_is_refused(tmp_path, raw, message):
     assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}, "a byte order mark is passed over"
 
 
-def test_reading_ends_at_the_bounds():
+def test_reading_ends_at_the_bound():
     began = time.process_time()
     with pytest.raises(YamlError, match=all_of("more than 20,000")):
         read_yaml("- a\n" * (MAX_BYTES // 4))
     assert time.process_time() - began < 5
-    assert read_yaml("[" * 64 + "]" * 64)
-    assert len(read_yaml("- a\n" * 19_999)) == 19_999
+
+
+FARM = """\
+# An animal with wool. One of sheep, horse.
+animal:
+  kind: sheep
+  # The wool of a sheep, shorn once a year and weighed.
+  wool:
+    # Colour after washing. One of white, black.
+    colour: black
+    # Weights, kg | pounds.
+    grams: [1.5, 2.0]
+    # sell: at the market. spin: at home.
+    use: sell
+# Stored hay.
+hay: null
+# A note.
+note: a
+"""
+
+
+def test_yaml_holds_every_setting_with_its_meaning_and_odd_values_read_back():
+    assert annotated_yaml(Farm(note="a")) == FARM
+    assert any("kg \\| pounds" in line for line in settings_tables(Farm, "farm"))
+    names = {"en": "# no comment", "a b: c": "two\nlines\n\n", "é": "x" * 300}
+    for farm in (Farm(note="- a\n  b", animal=Horse(kind="horse", names=names)), Farm(note="", hay=Wool(grams=()))):
+        assert Farm.model_validate(yaml.safe_load(annotated_yaml(farm))) == farm

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from broken import contents
+from mediafiles import spread
 from messages import all_of, says
 from volumes import small_volume
 
@@ -28,30 +29,24 @@ def sent(folder, tmp_path):
     return folder, place
 
 
-def strangers(folder):
-    """Changes after which a folder is no whole copy."""
-
-    def write(name):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("mine")
-
-    return {
-        "a file in a new folder": lambda: write("report/report.html"),
-        "a hidden file": lambda: write(".env"),
-        "a changed file": lambda: write("deep/b"),
-        "a file instead": lambda: (shutil.rmtree(folder), folder.write_text("mine")),
-        "a dangling link and no file": lambda: (shutil.rmtree(folder / "deep"), (folder / "deep").symlink_to("no")),
-    }
+STRANGERS = {
+    "a file in a new folder": lambda copy: spread(copy, {"report/report.html": b"mine"}),
+    "a hidden file": lambda copy: spread(copy, {".env": b"mine"}),
+    "a changed file": lambda copy: spread(copy, {"deep/b": b"mine"}),
+    "a file instead": lambda copy: (shutil.rmtree(copy), copy.write_text("mine")),
+    "a dangling link and no file": lambda copy: (shutil.rmtree(copy / "deep"), (copy / "deep").symlink_to("no")),
+}
+"""Changes after which a folder is no whole copy."""
 
 
-@pytest.mark.parametrize("change", strangers(None))
+@pytest.mark.parametrize("change", STRANGERS.values(), ids=STRANGERS)
 def test_copy_leaves_a_folder_with_other_files_as_it_is(sent, tmp_path, change, capsys):
     copy = tmp_path / "copy"
     copy.mkdir()  # an empty folder is nobody's
     assert fetch_all(Folder(sent[1]), copy) == len(contents(sent[0]))
     assert contents(copy) == contents(sent[0])
     assert fetch_all(Folder(sent[1]), copy) == 0, "the same files"
-    strangers(copy)[change]()
+    change(copy)
     before = contents(tmp_path)
     assert main([sent[1], str(copy)]) == 1
     says(capsys.readouterr().err, "copy", "folder")
@@ -131,9 +126,8 @@ def test_push_names_what_it_does_not_send_and_refuses_what_pull_would_refuse(sen
     for name in ("fifo", "gone", "loop"):
         says(errors, f"{name} is not sent")
     assert "a.bin is" not in errors
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/a\\b").write_text("x")
-    assert main([str(tmp_path / "data"), f"file://{tmp_path}/there"]) == 1
+    (sent[0] / "a\\b").write_text("x")
+    assert main([str(sent[0]), f"file://{tmp_path}/there"]) == 1
     assert not (tmp_path / "there").exists()
 
 
@@ -171,7 +165,7 @@ def test_a_second_copy_of_files_in_no_list_compares_their_bytes_and_a_mount_poin
     says(capsys.readouterr().err, "mount point", "folder in it")
 
 
-def test_copy_counts_files_and_bytes(sent, tmp_path, capsys):
+def test_copy_counts_files_and_bytes_and_needs_a_direction(sent, tmp_path, capsys):
     folder, url = sent[0], f"file://{tmp_path}/there"
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     whole = f"{sum(sizes) / 2**20:.1f} MiB in {len(sizes)} files"
@@ -186,10 +180,8 @@ def test_copy_counts_files_and_bytes(sent, tmp_path, capsys):
     assert main([f"{url}/nothing", str(tmp_path / "none")]) == 1
     assert main([str(tmp_path / "none"), url]) == 1
     says(capsys.readouterr().err, "not a folder")
-
-
-def test_a_direction_that_is_none_is_refused(capsys):
-    assert declutr(["copy", "here", "there"]) == 1
-    says(capsys.readouterr().err, "neither is an address", "cp -r")
-    assert declutr(["copy", "s3://bucket/a", "gs://bucket/b"]) == 1
-    says(capsys.readouterr().err, "both are addresses", "copy to a folder")
+    capsys.readouterr()
+    assert declutr(["copy", "here", "there"]) == declutr(["copy", "s3://bucket/a", "gs://bucket/b"]) == 1
+    errors = capsys.readouterr().err
+    says(errors, "neither is an address", "cp -r")
+    says(errors, "both are addresses", "copy to a folder")

@@ -59,12 +59,10 @@ def test_upload_that_is_interrupted_leaves_no_object(server, tmp_path):
 
 
 def test_a_folder_comes_back_as_it_was_sent(place, folder, tmp_path):
-    assert place.names() == []
-    assert not place.is_whole()
+    assert (place.names(), place.is_whole()) == ([], False)
     (folder / "a.bin").write_bytes(LARGE)
     place.send(folder)
-    assert place.is_whole()
-    assert place.names() == [LISTING, "a.bin", "deep", "empty"]
+    assert (place.names(), place.is_whole()) == ([LISTING, "a.bin", "deep", "empty"], True)
     place.get(tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == [".back.lock"]
@@ -106,23 +104,31 @@ def test_remote_folder_that_is_not_whole_is_refused(place, folder, tmp_path, nam
     assert {path.name for path in tmp_path.glob(".back*")} <= {".back.lock"}
 
 
-def test_a_half_sent_folder_is_not_there_and_a_copy_of_a_whole_one_is_fetched_once(place, folder, tmp_path):
+def test_a_half_sent_folder_is_not_there_and_a_copy_of_a_whole_one_is_replaced_on_request(place, folder, tmp_path):
     place.put("a.bin", folder / "a.bin")
     assert not place.is_whole()
-    with pytest.raises(FileNotFoundError, match="no complete folder"):
-        place.get(tmp_path / "back")
-    with pytest.raises(FileNotFoundError, match="no complete folder"):
-        place.cached(tmp_path / "cache")
+    for fetch in (place.get, place.cached):
+        with pytest.raises(FileNotFoundError, match="no complete folder"):
+            fetch(tmp_path / "nothing")
     place.send(folder)
-    first = place.cached(tmp_path / "cache")
+    cache, back = tmp_path / "cache", tmp_path / "back"
+    first = place.cached(cache)
     (first / "a.bin").write_bytes(b"a trace")
-    assert place.cached(tmp_path / "cache") == first
+    assert place.cached(cache) == first
     assert (first / "a.bin").read_bytes() == b"a trace"
     (folder / "a.bin").write_bytes(b"changed")
     place.send(folder)
-    second = place.cached(tmp_path / "cache")
-    assert second != first
-    assert contents(second) == contents(folder)
+    assert place.cached(cache) != first
+    assert contents(place.cached(cache)) == contents(folder)
+    place.get(back)
+    inode = (back / "a.bin").stat().st_ino
+    place.get(back, renew=True)
+    assert (back / "a.bin").stat().st_ino == inode
+    (back / "empty").write_text("no longer")
+    place.get(back)
+    assert (back / "empty").read_text() == "no longer"
+    place.get(back, renew=True)
+    assert contents(back) == contents(folder)
 
 
 def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path, monkeypatch):
@@ -141,31 +147,16 @@ def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path, monkeypatch):
     assert len(fetches) == 1
 
 
-def test_copy_that_differs_is_replaced_on_request(place, folder, tmp_path):
-    place.send(folder)
-    place.get(tmp_path / "back")
-    inode = (tmp_path / "back" / "a.bin").stat().st_ino
-    place.get(tmp_path / "back", renew=True)
-    assert (tmp_path / "back" / "a.bin").stat().st_ino == inode
-    (tmp_path / "back" / "empty").write_text("no longer")
-    place.get(tmp_path / "back")
-    assert (tmp_path / "back" / "empty").read_text() == "no longer"
-    place.get(tmp_path / "back", renew=True)
-    assert contents(tmp_path / "back") == contents(folder)
-
-
 def test_files_and_what_has_no_list_of_its_own(place, folder, tmp_path):
     (place / "whole").send(folder)
     place.put("note", b"1")
     place.put("loose/note", b"2")
     assert (place.read("note"), place.read("nothing")) == (b"1", None)
-    assert place.pull("note", tmp_path / "note")
+    assert [place.pull(name, tmp_path / "note") for name in ("note", "nothing")] == [True, False]
     assert (tmp_path / "note").read_bytes() == b"1"
-    assert not place.pull("nothing", tmp_path / "note")
     fetch_all(place, tmp_path / "all")
-    fetched = contents(tmp_path / "all")
-    assert fetched.keys() == {"note", "loose/note", "whole/a.bin", "whole/deep/b c.txt", "whole/empty"}
-    assert fetched["note"] == b"1"
+    whole = {f"whole/{name}": content for name, content in contents(folder).items()}
+    assert contents(tmp_path / "all") == {"note": b"1", "loose/note": b"2"} | whole
     place.delete("note")
     place.delete("note")
     assert place.names() == ["loose", "whole"]
@@ -199,10 +190,8 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log, monkeypatc
     assert contents(tmp_path / "back") == contents(folder)
 
 
-UNRESOLVED = (
-    "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: 6,"
-)
-UNRESOLVED += " Could not resolve hostname; Details: Could not resolve host: b.s3.us-east-1.amazonaws.com"
+UNRESOLVED = "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation: "
+UNRESOLVED += "curlCode: 6, Could not resolve hostname; Details: Could not resolve host: b.s3.us-east-1.amazonaws.com"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from subprocess import PIPE
 
 import msgspec
@@ -16,7 +18,6 @@ from broken import DAMAGED
 from diskcalls import disk_calls
 from messages import all_of
 from processes import until
-from s3server import s3_server
 
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock, StoreLock, this_process
@@ -28,12 +29,11 @@ NAMES = "from pathlib import Path; from declutr.common.lock import RunLock, Stor
 NAMES += "from declutr.common.stores.folder import Folder; import sys; place = sys.argv[1]\n"
 
 
-def start(folder, kind="folder"):
+def start(folder, kind="folder", before="", after="sys.stdin.read()"):
     """A command that holds the folder until its input ends."""
-    script = f"{NAMES}with {LOCKS[kind].format(lost='print')}: print('held', flush=True); sys.stdin.read()"
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True
-    )
+    script = f"{NAMES}{before}\nwith {LOCKS[kind].format(lost='print')}: print('held', flush=True); {after}"
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
 
 @pytest.fixture(params=LOCKS)
@@ -42,19 +42,9 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture
-def holder(tmp_path, kind):
-    process = start(tmp_path, kind)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-
-
 def lock_of(folder, kind, lost=lambda: None, **options):
-    return (
-        RunLock(folder, lost, **options) if kind == "folder" else StoreLock(Folder(f"file://{folder}"), lost, **options)
-    )
+    place = folder if kind == "folder" else Folder(f"file://{folder}")
+    return (RunLock if kind == "folder" else StoreLock)(place, lost, **options)
 
 
 def take(folder, kind="folder"):
@@ -63,28 +53,26 @@ def take(folder, kind="folder"):
     assert list(folder.iterdir()) == []
 
 
-def test_a_second_command_is_refused_and_told_whose_the_run_is_also_of_a_stopped_one(tmp_path, holder, kind):
-    with pytest.raises(RunLockedError, match=all_of("another command", f"pid {holder.pid}")):
-        take(tmp_path, kind)
-    assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
-    holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(RunLockedError):
-        take(tmp_path, kind)
-
-
 @pytest.mark.parametrize("noticed", [True, False])
-def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, kind, noticed):
-    """Also while the process is a zombie, because its parent has not noticed."""
+def test_the_lock_of_a_command_is_refused_also_if_that_is_stopped_and_taken_over_when_killed(tmp_path, kind, noticed):
+    """At once, also while the process is a zombie, because its parent has not noticed."""
+    holder = start(tmp_path, kind)
+    assert holder.stdout.readline() == "held\n"
+    for number in (signal.SIGCONT, signal.SIGSTOP):
+        holder.send_signal(number)
+        with pytest.raises(RunLockedError, match=all_of("another command", f"pid {holder.pid}")):
+            take(tmp_path, kind)
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
     holder.kill()
     os.waitid(os.P_PID, holder.pid, os.WEXITED | (0 if noticed else os.WNOWAIT))
-    assert (tmp_path / LOCK).exists()
     take(tmp_path, kind)
+    holder.communicate()
 
 
-@pytest.mark.usefixtures("holder")
 def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path, kind):
-    record = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).write_text(json.dumps(record | {"pid": os.getpid()}))
+    with lock_of(tmp_path, kind):
+        record = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(record | {"began": "1"}))
     take(tmp_path, kind)
 
 
@@ -100,18 +88,15 @@ def test_heartbeat_decides_for_other_hosts_by_the_clock_of_the_storage(
     renewed = time.time() - age_seconds
     (tmp_path / LOCK).write_text(json.dumps(record | {"beat": renewed - behind_seconds}))
     os.utime(tmp_path / LOCK, (renewed, renewed))
-    if refused:
-        with pytest.raises(RunLockedError, match=f"host {record['host']}"):
-            take(tmp_path, kind)
-        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-    else:
+    with pytest.raises(RunLockedError, match=f"host {record['host']}") if refused else nullcontext():
         take(tmp_path, kind)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK] * refused
 
 
-INSIDE = {"nested deeply inside": b'{"x": ' + b"[" * 100_000}
+DAMAGES = {"empty": b"", **DAMAGED, "nested deeply inside": b'{"x": ' + b"[" * 100_000}
 
 
-@pytest.mark.parametrize("content", [b"", *DAMAGED.values(), *INSIDE.values()], ids=["empty", *DAMAGED, *INSIDE])
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_lock_is_nobodys(tmp_path, log, content, kind):
     (tmp_path / LOCK).write_bytes(content)
     take(tmp_path, kind)
@@ -132,31 +117,26 @@ def test_lock_is_renewed_and_its_loss_reported(tmp_path, kind):
     assert json.loads((tmp_path / LOCK).read_text())["token"] == "another's"
 
 
-def test_of_commands_that_enter_a_store_at_the_same_moment_one_stays():
+def test_of_commands_that_enter_a_store_at_the_same_moment_one_stays(server):
     """Each reads the lock only while it meets no entry of another command."""
-    with s3_server() as address:
-        remote, barrier, winners, refused = Folder(address("run")), threading.Barrier(4), [], []
-        done = threading.Event()
+    remote, barrier, done, winners, refused = Folder(server("run")), threading.Barrier(4), threading.Event(), [], []
 
-        def enter():
-            barrier.wait()
-            try:
-                with StoreLock(remote, lambda: None) as lock:
-                    winners.append(lock)
-                    done.wait()
-            except RunLockedError as error:
-                refused.append(error)
+    def enter():
+        barrier.wait()
+        try:
+            with StoreLock(remote, lambda: None) as lock:
+                winners.append(lock)
+                done.wait()
+        except RunLockedError as error:
+            refused.append(error)
 
-        threads = [threading.Thread(target=enter) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(enter)
         until(lambda: len(winners) + len(refused) == 4)
-        assert len(winners) == 1
-        assert remote.names() == [LOCK]
+        names = remote.names()
         done.set()
-        for thread in threads:
-            thread.join()
-        assert remote.names() == []
+    assert (len(winners), names, remote.names()) == (1, [LOCK], [])
 
 
 def test_ctrl_c_while_a_lock_is_written_leaves_none(tmp_path, kind):
@@ -178,33 +158,27 @@ def test_an_entry_of_a_command_that_was_killed_is_waited_for_a_minute(tmp_path, 
     monkeypatch.setattr("declutr.common.lock._ATTEMPTS", 3)
     entry = tmp_path / f".{LOCK}.killed"
     entry.write_bytes(b"{}")
-    written = time.time() - age_seconds
-    os.utime(entry, (written, written))
-    if age_seconds < 60:
-        with pytest.raises(RunLockedError, match="same time"):
-            take(tmp_path, "store")
-        assert list(tmp_path.iterdir()) == [entry]
-    else:
+    os.utime(entry, times=(time.time() - age_seconds,) * 2)
+    with pytest.raises(RunLockedError, match="same time") if age_seconds < 60 else nullcontext():
         take(tmp_path, "store")
-
-
-def point(link, target):
-    """Makes the link lead there, in one moment."""
-    new = link.with_name("new")
-    new.symlink_to(target)
-    new.rename(link)
+    assert list(tmp_path.iterdir()) == [entry] * (age_seconds < 60)
 
 
 def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, log):
     disk, away, run, losses = tmp_path / "disk", tmp_path / "away", tmp_path / "run", []
     disk.mkdir()
     away.write_text("")
-    point(run, disk)
+
+    def point(target):  # in one moment
+        (tmp_path / "new").symlink_to(target)
+        (tmp_path / "new").rename(run)
+
+    point(disk)
     with RunLock(run, lambda: losses.append("lost"), beat_seconds=0.02):
-        point(run, away)
+        point(away)
         until(lambda: any("Not a directory" in line for line in log))
         os.utime(disk / LOCK, (0, 0))
-        point(run, disk)
+        point(disk)
         until(lambda: (disk / LOCK).stat().st_mtime > 0)
     assert losses == []
     assert not (disk / LOCK).exists()
@@ -221,28 +195,13 @@ def test_why_a_run_ended_is_not_hidden_by_a_storage_that_is_gone(tmp_path):
         end()
 
 
-def test_stale_lock_is_taken_by_one_of_many_commands(tmp_path):
-    (tmp_path / LOCK).write_text("{")
-    commands = [start(tmp_path) for _ in range(3)]
-    until(lambda: sum(command.poll() is not None for command in commands) >= 2)
-    (holder,) = [command for command in commands if command.poll() is None]
-    assert holder.communicate(timeout=60)[0] == "held\n"
-    for command in commands:
-        if command is not holder:
-            assert "RunLockedError" in command.communicate()[1]
-    assert not (tmp_path / LOCK).exists()
-
-
-MEET = f"{NAMES}print('ready', flush=True)\nwith {LOCKS['folder'].format(lost='print')}: print('held', flush=True)"
-
-
 @pytest.mark.parametrize("unlinked", [False, True])
 def test_a_command_that_looks_while_another_takes_the_lock_waits_and_is_refused(tmp_path, unlinked):
     """This process holds the flock as a command does that enters, or as one that leaves and is followed by another."""
     path = tmp_path / LOCK
     with path.open("a+") as entering:
         fcntl.flock(entering, fcntl.LOCK_EX)
-        other = subprocess.Popen([sys.executable, "-c", MEET, tmp_path], stdout=PIPE, stderr=PIPE, text=True)
+        other = start(tmp_path, before="print('ready', flush=True)", after="")
         assert other.stdout.readline() == "ready\n"
         time.sleep(0.3)  # the time in which it would take a lock that it does not wait for
         if unlinked:
@@ -254,50 +213,33 @@ def test_a_command_that_looks_while_another_takes_the_lock_waits_and_is_refused(
     assert json.loads(path.read_text())["token"] == "mine"
 
 
-HOLDS = """
-from declutr.common.lock import RunLock
-def prepare(here): pass
-def act(here):
-    with RunLock(here, print):
-        pass
-"""
-
-
 def test_the_holder_is_on_disk_before_its_block_runs(tmp_path):
-    assert disk_calls(HOLDS, tmp_path) == [["fsync", LOCK], ["unlink", LOCK]]
+    code = "def prepare(here): pass\ndef act(here):\n    with RunLock(here, print): pass\n"
+    calls = disk_calls(f"from declutr.common.lock import RunLock\n{code}", tmp_path)
+    assert calls == [["fsync", LOCK], ["unlink", LOCK]]
 
 
 class Counter(Watcher):
     """Counts its calls; the third one ends the thread."""
 
-    calls = 0
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.begun, self.calls = threading.Event(), 0
 
     def look(self):
+        self.begun.set()
+        time.sleep(0.1)
         self.calls += 1
         return self.calls < 3
 
 
 def test_calls_repeat_until_false_or_the_end_of_the_block():
     with Counter(0.01, "test") as counter:
-        counter._thread.join(60)
-        assert not counter._thread.is_alive()
+        until(lambda: not counter._thread.is_alive())
     assert counter.calls == 3
     with Counter(3600, "test") as counter:
         pass
     assert counter.calls == 0, "the pause comes first, and the end of the block cuts it short"
     with Counter(3600, "test", at_once=True) as counter:
-        until(lambda: counter.calls == 1)
-
-
-def test_a_call_that_has_begun_is_over_when_the_block_ends():
-    begun, ended = threading.Event(), []
-
-    class Slow(Watcher):
-        def look(self):
-            begun.set()
-            time.sleep(0.2)
-            ended.append(1)
-
-    with Slow(3600, "test", at_once=True):
-        assert begun.wait(60)
-    assert ended == [1]
+        assert counter.begun.wait(60)
+    assert counter.calls == 1, "a call that has begun is over when the block ends"

@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-import yaml
+import tinyruns as runs
 from preparing import checksums, config_of, write_jsonl
 from processes import ROOT, environment
 
@@ -59,10 +59,8 @@ def test_kills_change_nothing_whatever_the_number_of_workers(corpus, tmp_path):
     manifest = prepare(config_of(corpus, tmp_path / "undisturbed", **settings))
     assert len(manifest.ledgers) > 20
     assert {"duplicate", "near_duplicate"} <= manifest.dropped.keys()
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        yaml.safe_dump({"prepare": config_of(corpus, tmp_path / "out", **settings).model_dump(mode="json")})
-    )
+    values = config_of(corpus, tmp_path / "out", **settings).model_dump(mode="json")
+    path = runs.write_config(tmp_path / "config.yaml", prepare=values)
     command = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(path)]
     draw, kills = random.Random(1), 0
     for number in range(DRIVER_KILLS + 1):
