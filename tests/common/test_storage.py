@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from diskcalls import disk_calls, killed_before_each
+from volumes import small_volume
 
 from declutr.common import storage
 from declutr.trainer.metrics.metrics import AppendLog
@@ -142,6 +143,39 @@ def test_pieces_follow_what_is_there_and_a_file_that_is_gone_is_not_made_anew(tm
     path.touch()
     log.flush()
     assert path.read_bytes() == b"one\n"
+
+
+def test_appendlog_keeps_its_lines_over_a_full_disk_and_a_read_only_one(tmp_path):
+    with small_volume(tmp_path / "small", 1) as volume:
+        path = volume.path / "it"
+        path.touch()
+        log, expected = AppendLog(path), bytearray()
+
+        def add(count):
+            for _ in range(count):
+                piece = f"{len(expected)} ".encode() * 20 + b"\n"
+                expected.extend(piece)
+                log.add(piece)
+
+        add(10)
+        log.flush(to_disk=True)
+        volume.fill()
+        add(200)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                log.flush()
+            add(5)
+        assert path.read_bytes() != expected
+        volume.drain()
+        log.flush(to_disk=True)
+        assert path.read_bytes() == expected
+        volume.read_only(True)
+        add(3)
+        with pytest.raises(OSError, match="Read-only"):
+            log.flush()
+        volume.read_only(False)
+        log.flush()
+        assert path.read_bytes() == expected
 
 
 def test_appendlog_of_several_threads_keeps_every_line(tmp_path):
