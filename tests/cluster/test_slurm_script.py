@@ -1,6 +1,6 @@
 """The shell of deploy/slurm.sbatch: arguments, signals, requeues, statuses; with stand-ins for Slurm, Ray and declutr.
 
-tests/integration/test_slurm.py runs it with the real Ray and declutr.
+tests/integration/test_cluster.py runs it with the real Ray and declutr.
 """
 
 import os

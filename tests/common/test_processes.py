@@ -98,6 +98,13 @@ def test_exit_status_is_that_of_the_child_also_of_a_death(work, code):
         assert process.wait(20) == code
 
 
+def test_unhandled_signal_ends_both_by_it():
+    with command(handled=()) as (process, child, *_):
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
+        assert state(child) is None
+
+
 NO_KERNEL = "end = relay.end_with; relay.end_with = lambda parent: end(parent, kernel=False)"
 
 
