@@ -91,7 +91,7 @@ def _measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
             "free": len(digests["free"]) == 1,
             "deterministic": digests["deterministic"] == {*of_others.values()},
         },
-        "processes": {mode: sorted(found) for mode, found in digests.items()} | of_others,
+        "processes": {mode: sorted(values) for mode, values in digests.items()} | of_others,
         "seconds": {mode: [round(time, 5) for time in times] for mode, times in seconds.items()},
         **record.ratios(seconds["deterministic"], seconds["free"]),
     }

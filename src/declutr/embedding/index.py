@@ -60,7 +60,6 @@ class IndexFacts(Coverage):
     fingerprint: str
     files: dict[str, str]  # SHA-256 of each file
     dtype: VectorType = "float32"  # type of the stored vectors
-    recall: float | None = None  # of earlier versions, which measured what int8 finds; not read
     hybrid: Hybrid | None = None
     passages: bool = False  # A row is a passage of a text, not a text
 
