@@ -23,6 +23,8 @@ from declutr.common.relay import end_at_signals
 COMMAND = """
 import os, select, signal, subprocess, sys, time
 from declutr.common import relay
+for number in map(int, sys.argv[1:]):
+    signal.signal(number, signal.SIG_DFL)  # one that the tests' own caller ignores, as `nohup` does, would stay ignored
 {before}
 relay.relay()
 helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with this process
