@@ -19,7 +19,7 @@ from declutr.common import hub
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError, RemoteError, UsageError, redact, refusal
 from declutr.common.hub import looks_like_a_path
-from declutr.common.paths import expand, folder_problem, path_argument
+from declutr.common.paths import check_there, expand, folder_problem, path_argument
 from declutr.common.stores.address import filesystem
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.config import PipelineConfig
@@ -203,3 +203,51 @@ def test_a_config_file_and_the_api_are_checked_too(tmp_path):
     (problem,) = problems(PipelineConfig.model_validate(values))
     assert "holds credentials" in problem
     assert SECRET not in f"{caught.value}{problem}"
+
+
+def test_paths_that_are_not_there_are_named_all_at_once_with_the_nearest_name(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to("nowhere")  # a broken link is a problem of its reader
+    there = [tmp_path / "notes", str(tmp_path / "*.md"), "s3://bucket/x", None, tmp_path / "link"]
+    check_there(there)
+    with pytest.raises(UsageError) as caught:
+        check_there([*there, str(tmp_path / "nots"), str(tmp_path / "notes/zzz")])
+    first, second = str(caught.value).splitlines()
+    says(first, tmp_path / "nots", "no such file or folder", "did you mean", tmp_path / "notes")
+    says(second, tmp_path / "notes/zzz")
+    assert "did you mean" not in second
+
+
+WRONG_PATHS = """
+prepare nothere.yaml
+prepare configs/cpu-small.yaml corpus.paths=[nothere] output=p
+train nothere.yaml
+train configs/cpu-small.yaml data=nothere run=r
+verify-gradients nothere.yaml
+doctor nothere.yaml
+embed hashed-words:8 nothere --output a.npy
+embed ./nothere README.md --output a.npy
+adapt ./nothere docs --output o
+adapt start nothere --output o
+export ./nothere --to onnx --output x
+evaluate hashed-words:8 --pairs nothere
+evaluate hashed-words:8 --data nothere
+index nothere.parquet --output i
+search nothere word
+inspect nothere
+why nothere --step 1
+report nothere
+"""
+REFUSE = """import sys
+from declutr.cli.main import main
+status = main(sys.argv[1:])
+print(status, sorted({"pyarrow", "torch", "transformers", "ray"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("command", WRONG_PATHS.split("\n")[1:-1])
+def test_wrong_path_is_named_before_large_libraries_are_loaded(command):
+    done = run_python("-c", REFUSE, *command.split(), check=False)
+    assert done.stdout.split("\n")[-2] == "1 []"
+    assert "nothere" in done.stderr

@@ -157,12 +157,15 @@ def test_damaged_graph_is_named(tmp_path):
 def test_problems_are_told_at_once_and_nothing_is_written(tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    assert export(tmp_path / "none", out, "static", "--stsb", tmp_path, "--pairs", tmp_path / "p") == 1
+    pairs = tmp_path / "p"
+    assert export(tmp_path / "none", out, "static", "--stsb", tmp_path, "--pairs", pairs) == 1
     message = capsys.readouterr().err
-    for parts in (
-        (tmp_path / "none", "no such folder"), ("--output", out, "exists"), ("--to static", "--corpus"),
-        ("--stsb", "sts-test.csv"), (tmp_path / "p", "no such file"),
-    ):  # fmt: skip
+    for path in (tmp_path / "none", pairs):  # paths first, before libraries load
+        says(message, path, "no such file or folder")
+    pairs.write_text("")
+    assert export("hashed-words:8", out, "static", "--stsb", tmp_path, "--pairs", pairs) == 1
+    message = capsys.readouterr().err
+    for parts in (("--output", out, "exists"), ("--to static", "--corpus"), ("--stsb", "sts-test.csv"), (pairs,)):
         says(message, *parts)
     assert not list(out.iterdir())
 

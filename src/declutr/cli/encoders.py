@@ -12,7 +12,8 @@ from declutr.cli import FORMATS, ROLES, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import ConfigError, UsageError
-from declutr.common.paths import expand, listed, path_argument
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import check_there, expand, listed, path_argument
 from declutr.embedding import check_embeddings, check_index
 
 _SHOWN_CHARACTERS = 200
@@ -25,6 +26,11 @@ def _options(parser: Parser, arguments: list[str], join_fields: bool = True) -> 
     if join_fields and len(options.get("text_field", ())) == 1:
         options["text_field"] = options["text_field"][0]
     return options
+
+
+def _path(encoder: str) -> str | None:
+    """The name of an encoder if it can only be a path."""
+    return encoder if looks_like_a_path(encoder) and ":" not in encoder else None
 
 
 @contextmanager
@@ -66,7 +72,8 @@ def run_embed(arguments: list[str]) -> int:
     parser.shared("--query-prompt", "--document-prompt", "--text-field", "--pooling", "--precision",
                   "--trust-remote-code")  # fmt: skip
     options = _options(parser, arguments)
-    from declutr.embedding.job import embed  # loads pyarrow, for which no wrong option waits
+    check_there([_path(options["model"]), *options["inputs"]])
+    from declutr.embedding.job import embed  # loads pyarrow, for which nothing wrong waits
 
     setup_logging("embed")
     with _in_options():
@@ -183,6 +190,7 @@ def run_adapt(arguments: list[str]) -> int:
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
     setup_logging("adapt")
+    check_there([_path(options["encoder"]), *options["corpus"], *map(options.get, ("passages", "pairs", "stsb"))])
     from declutr.adaptation.checks import check_places
     from declutr.adaptation.config import REPORT, AdaptConfig
     from declutr.common.config import load_config
@@ -255,6 +263,7 @@ def run_export(arguments: list[str]) -> int:
     parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
     parser.shared("--text-field", "--trust-remote-code")
     options = _options(parser, arguments)
+    check_there([_path(options["model"]), *options.get("corpus", []), options.get("stsb"), options.get("pairs")])
     with _in_options():
         figures = export(**options)
     parts = [f"{figures['bytes']:,} bytes", f"{figures['texts_per_second']['export']:,} texts a second"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
 from declutr.common.errors import ConfigError, DataError, EncoderError, UsageError, missing_extra, suggest
-from declutr.common.paths import expand, folder_problem, listed, path_argument
+from declutr.common.paths import check_there, expand, folder_problem, listed, path_argument
 
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
@@ -40,7 +40,9 @@ _say = partial(print, flush=True)  # a progress line, at once
 
 def run_evaluate(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
-    return _evaluate(_parser().parse_intermixed_args(arguments))
+    options = _parser().parse_intermixed_args(arguments)
+    check_there([options.pairs, options.documents])
+    return _evaluate(options)
 
 
 def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (), **settings: Any) -> dict[str, Any]:
@@ -100,6 +102,8 @@ def _file_states(output: Path) -> dict[Path, tuple[int, int]]:
 
 def _evaluate(options: argparse.Namespace) -> int:
     """Do what the options say; return the exit status."""
+    if (data := options.data) is not None and not data.is_dir():
+        raise UsageError(f"--data {data}: no such folder; `declutr evaluate --download {data}` fetches SentEval's data")
     from declutr.common.paths import expand_known
     from declutr.encoders.protocol import parse_sizes
     from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
@@ -253,8 +257,6 @@ def _score_mteb(options: argparse.Namespace) -> int:
 def _check_and_score(options: argparse.Namespace) -> int:
     """Fetch and check the data of the tasks, and score the encoders on them."""
     data = options.data or options.download
-    if options.data is not None and not data.is_dir():
-        raise UsageError(f"--data {data}: no such folder; `declutr evaluate --download {data}` fetches SentEval's data")
     if options.cpus is not None and options.cpus < 1:
         raise UsageError(f"--cpus {options.cpus}: must be 1 or more")
     from declutr.evaluation.retrieval import nanobeir

@@ -6,7 +6,8 @@ from importlib import import_module
 from importlib.metadata import version
 
 from declutr.common.console.terminal import answered, config_parser, refused, shown
-from declutr.common.errors import refused_argument, suggest
+from declutr.common.errors import DeclutrError, UsageError, refused_argument, suggest
+from declutr.common.paths import check_there
 from declutr.common.relay import end_at_signals, relay
 
 _COMMANDS = {
@@ -45,6 +46,9 @@ _COMMANDS = {
 _READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "reproduce")
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
+_CONFIGURED = ("prepare", "train", "verify-gradients", "doctor")
+_INPUTS = {"data": "; run `prepare` with this output", "corpus.paths": ""}
+"""Settings that name files or folders which must exist, and what to do if they do not."""
 _STORES = ("s3://", "gs://", "gcs://")
 
 
@@ -85,7 +89,27 @@ def _problem(command: str, rest: list[str]) -> str | None:
     read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
     if address := next((argument for argument in read if argument.startswith(_STORES)), None):
         return f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder"
+    if command in _CONFIGURED and rest and not rest[0].startswith("-"):
+        try:
+            _check_config(rest)
+        except DeclutrError as error:
+            return str(error)
     return None
+
+
+def _check_config(rest: list[str]) -> None:
+    """Checks that the config exists and, where a path is written plainly, what it reads."""
+    from declutr.common.config import find_config
+
+    find_config(rest[0])
+    for key, _, value in (word.partition("=") for word in rest[1:]):
+        if key not in _INPUTS or "{" in value or (key == "corpus.paths" and value[:1] != "["):
+            continue  # not as it is written mostly; whoever reads the settings says what is wrong
+        for path in (part.strip(" '\"") for part in value.strip("[]").split(",")):
+            try:
+                check_there([path])
+            except UsageError as error:
+                raise UsageError(f"{key} = {error}{_INPUTS[key]}") from error
 
 
 def settings_page() -> str:

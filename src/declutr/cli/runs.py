@@ -10,7 +10,7 @@ from declutr.cli import Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import refused
 from declutr.common.errors import missing_extra
-from declutr.common.paths import expand, folder_problem, path_argument
+from declutr.common.paths import check_there, expand, folder_problem, path_argument
 
 _SHOWN_CHARACTERS = 160
 
@@ -27,6 +27,7 @@ def run_inspect(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.documents < 0:
         parser.error(f"--documents {options.documents}: must be at least 0, which shows none")
+    check_there([options.path])
     from declutr.inspection.describe import checkpoint_rows, describe, describe_run, locate
     from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
@@ -77,6 +78,8 @@ def run_why(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.step is None and options.document is None:
         parser.error("give --step, --document or both")
+    if not options.run.suffix:  # a config may be one of the package
+        check_there([options.run])
     from declutr.inspection.order import read_order
 
     order = read_order(options.run, options.overrides)

@@ -4,12 +4,15 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
-from declutr.common.errors import UsageError
+from declutr.common.errors import UsageError, nearest
 
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
+_NEIGHBOURS = 1000  # names of a folder that a suggestion is chosen from
 _NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
 
 
@@ -54,6 +57,24 @@ def path_argument(text: str) -> Path:
         return expand(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def check_there(paths: Iterable[str | os.PathLike[str] | None]) -> None:
+    """Checks that files or folders of a command line exist, before the command's libraries are loaded.
+
+    Addresses and globs are left to those who read them.
+    """
+    problems = []
+    for path in (os.fspath(path) for path in paths if path):
+        if "://" in path or set("*?[") & set(path) or os.path.lexists(place := expand(path)):
+            continue
+        near = None
+        with suppress(OSError):
+            near = nearest(place.name, [other.name for other in islice(place.parent.iterdir(), _NEIGHBOURS)])
+        hint = f"; did you mean `{Path(path).parent / near}`?" if near else ""
+        problems.append(f"{path}: no such file or folder{hint}")
+    if problems:
+        raise UsageError("\n".join(problems))
 
 
 def folder_problem(folder: Path) -> str | None:
