@@ -342,9 +342,12 @@ def test_every_checkpoint_has_a_line_and_folders_of_no_run_are_refused(saved_run
     for place, line in enumerate(lines):
         assert [part for part in ("verified", " 1.0 ", *parts.get(place, ())) if part not in line] == []
     (tmp_path / "file").write_text("")
-    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
+    for place, what, *options in (
+        (tmp_path / "file", "run"), (tmp_path / "gone", "no such file", "--json"),
+        (saved_run / "checkpoints", "run", "--fast"),
+    ):  # fmt: skip
         assert main(["inspect", str(place), *options]) == 1
-        says(capsys.readouterr().err, place, "run")
+        says(capsys.readouterr().err, place, what)
     for step in (saved_run / "checkpoints").iterdir():
         shutil.rmtree(step)
     assert main(["inspect", str(saved_run)]) == 0
