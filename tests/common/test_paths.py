@@ -219,6 +219,14 @@ def test_paths_that_are_not_there_are_named_all_at_once_with_the_nearest_name(tm
     assert "did you mean" not in second
 
 
+def test_quoted_names_with_commas_are_left_to_the_reader_of_settings(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a,b.jsonl").write_text('{"text": "words"}')
+    Path("c.yaml").write_text("prepare: {}")
+    assert declutr(["prepare", "c.yaml", 'corpus.paths=["a,b.jsonl"]', "--print-config"]) == 1
+    assert "no such file" not in capsys.readouterr().err
+
+
 WRONG_PATHS = """
 prepare nothere.yaml
 prepare configs/cpu-small.yaml corpus.paths=[nothere] output=p

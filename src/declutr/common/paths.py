@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def check_there(paths: Iterable[str | os.PathLike[str] | None]) -> None:
     """
     problems = []
     for path in (os.fspath(path) for path in paths if path):
-        if "://" in path or set("*?[") & set(path) or os.path.lexists(place := expand(path)):
+        if "://" in path or has_magic(path) or os.path.lexists(place := expand(path)):
             continue
         near = None
         with suppress(OSError):
