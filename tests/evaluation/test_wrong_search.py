@@ -1,6 +1,7 @@
-"""Wrong uses of `declutr index` and `search`, in a terminal and in Python, which are refused in words."""
+"""Wrong uses of `declutr index`, `search`, `evaluate` and `export`, which are refused in words, here and in Python."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ def folder(tmp_path_factory):
     declutr.embed("hashed-words:64", inputs, place / "e.parquet")
     declutr.embed("hashed-words:64", inputs[1:], place / "ids.parquet", id_field="key")
     declutr.index(place / "e.parquet", place / "index")
+    (place / "pairs.jsonl").write_text('{"query": "a", "text": "b"}\n{"query": "a", text}\n')
+    (place / "data").mkdir()
+    os.mkfifo(place / "pipe")
     return place
 
 
@@ -45,6 +49,17 @@ def refused(folder, monkeypatch, capsys, line):
         ("index e.parquet --output new --parquet a.txt/m.parquet", ("--parquet a.txt/m.parquet:", "a.txt is a file")),
         ("index e.parquet --output new --source-field urll", ("--source-field urll: 6 of 6 texts have none",)),
         ("index e.parquet --output new --weight 101 --hybrid", ("--weight 101", "from 0 to 100")),
+        ("evaluate ./nowhere --pairs pairs.jsonl", ("nowhere", "no such")),
+        ("evaluate hashed-words:64 ./nowhere --data data --tasks STS-B", ("nowhere", "no such")),
+        ("evaluate a.txt --pairs data", ("a.txt is a file; name a folder",)),
+        ("evaluate hashed-words:64 --pairs data", ("data: is a folder",)),
+        ("evaluate hashed-words:64 --pairs pipe", ("pipe: is a pipe or a device",)),
+        ("evaluate hashed-words:64 --pairs pairs.jsonl", ("pairs.jsonl, line 2: is not JSON",)),
+        ("evaluate hashed-words:64 --pairs pairs.jsonl --output a.txt", ("--output a.txt", "is a file")),
+        ("evaluate hashed-words:64 --pairs pairs.jsonl --tasks STS-B --cpus 2", ("--tasks", "with --pairs; omit it")),
+        ("evaluate hashed-words:64 --data data --documents a.txt", ("--documents", "with --data; omit it")),
+        ("export hashed-words:64 --to onnx --output new --dimensions 4", ("--dimensions", "with --to onnx; omit it")),
+        ("export hashed-words:64 --to static --output new --max-tokens 4", ("--max-tokens", "with --to static")),
     ],
 )
 def test_a_wrong_line_is_refused_and_writes_nothing(folder, monkeypatch, capsys, line, words):
@@ -109,3 +124,25 @@ def test_a_setting_of_another_type_is_refused_before_anything_is_written(folder,
 def test_a_searcher_takes_a_path_as_its_encoder(folder):
     with pytest.raises(declutr.EncoderError, match="nowhere"):
         declutr.Searcher(folder / "index", model=Path("nowhere/encoder"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pairs": "none.jsonl", "cpus": "2"}, ("cpus = '2': must be of type int",)),
+        ({"pairs": "none.jsonl", "trust_remote_code": "yes"}, ("trust_remote_code = 'yes': must be of type bool",)),
+        ({"pairs": "none.jsonl", "sizes": [32, 0]}, ("sizes",)),
+        ({"data": "data", "tasks": ["STS-B", "unknown"]}, ("--tasks", "unknown")),
+        ({"pairs": "none.jsonl", "output": None}, ("none.jsonl: there is no such file",)),
+    ],
+)
+def test_settings_in_python_are_lists_or_numbers_or_refused(folder, monkeypatch, settings, words):
+    monkeypatch.chdir(folder)
+    with pytest.raises(declutr.DeclutrError) as error:
+        declutr.evaluate("hashed-words:64", **settings)
+    says(error.value, *words)
+
+
+def test_an_encoder_is_named_not_given():
+    with pytest.raises(declutr.UsageError, match="is of <class 'object'>; name a file or folder"):
+        declutr.evaluate(object(), pairs="pairs.jsonl")

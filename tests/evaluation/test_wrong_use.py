@@ -80,6 +80,7 @@ OTHERS = [
     (["embed", "docs", "file.txt", "--output", "x.npy"], "docs is no encoder: it has neither config.json nor modules"),
     (["export", "shards", "--to", "onnx", "--output", "out"], "shards holds prepared shards, not an encoder"),
     (["evaluate", "hashed-words:4", "--data", "nowhere"], "--data nowhere: no such folder; `declutr evaluate --downlo"),
+    (["index", "e.npy", "--outp", "new"], "--outp is unknown, did you mean `--output`?"),  # a beginning is no name
     (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr copy gs://bucket/x FOLDER"),
     (["report", "gcs://bucket/x"], "declutr report reads folders: declutr copy gcs://bucket/x FOLDER"),
     (["copy", "file.txt", "out"], "neither is an address"), (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),

@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
 
     _given: Sequence[str] = ()
 
+    def __init__(self, **settings: Any) -> None:
+        # a beginning of an option would be taken for it, unsaid, until a second option begins so
+        super().__init__(allow_abbrev=False, **settings)
+
     def add_argument(self, *names: Any, **settings: Any) -> Any:
         """Adds as its base does; an argument of any number (`*`) is none that is required."""
         return super().add_argument(
@@ -47,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         options = [option for option in self._option_string_actions if option not in ("-h", "--help")]
         words = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
         for word in words:
-            if not any(option.startswith(word) for option in (*options, "--help")):
+            if word not in (*options, "--help"):
                 message += suggest(word, options).replace("; did", f"; {word} is unknown, did")
                 if any(action.metavar == "key=value" for action in self._actions):
                     message += f"; a setting has no dashes: {word.lstrip('-').replace('-', '_')}=VALUE"
