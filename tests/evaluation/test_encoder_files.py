@@ -165,8 +165,9 @@ def test_a_missing_pooler_changes_nothing(tmp_path, family):
     assert first.encode(TEXTS[:5]).tobytes() == again.encode(TEXTS[:5]).tobytes()
 
 
-def test_a_hub_that_does_not_answer_is_said_within_five_seconds_and_a_path_is_no_name_of_it(monkeypatch):
+def test_a_hub_that_does_not_answer_is_said_within_five_seconds_and_a_path_is_no_name_of_it(tmp_path, monkeypatch):
     """An address that takes no connection (TEST-NET-1)."""
+    monkeypatch.chdir(tmp_path)  # a user's checkout may have such a run
     for name in ("/gone", "./gone", "runs/mine/export"):
         with pytest.raises(EncoderError, match="no such folder"):
             load_encoder(name)
