@@ -22,7 +22,7 @@ COPY --chown=declutr constraints.txt requirements-run.lock ./
 RUN python -m venv /home/declutr/venv \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check -c constraints.txt $TORCH \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check --require-hashes -r requirements-run.lock
-COPY --chown=declutr pyproject.toml README.md ./
+COPY --chown=declutr pyproject.toml README.md LICENSE NOTICE ./
 COPY --chown=declutr src src
 COPY --chown=declutr configs configs
 COPY --chown=declutr pipeline pipeline

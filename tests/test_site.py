@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import runpy
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,7 +15,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-OTHERS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/README")]
+NAMES = "README.md AGENTS.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md llms.txt"
+OTHERS = [ROOT / name for name in NAMES.split()]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -64,11 +67,29 @@ def test_links_of_a_page_lead_to_files_and_headings(path):
     assert dead == []
 
 
-def test_navigation_has_every_page_once():
-    decisions = {f"decisions/{path.name}" for path in (DOCS / "decisions").glob("0*.md")}
-    assert {str(path.relative_to(DOCS)) for path in PAGES} - decisions == set(NAVIGATION)
-    assert SITE["not_in_nav"].split() == ["/decisions/0*.md"]
-    assert "plugins" not in SITE
+def test_navigation_has_every_page_of_the_site_once():
+    off = re.compile("decisions/|evidence/log.md")
+    assert SITE["exclude_docs"].split() == ["/decisions/", "/evidence/log.md", "/site.py"]
+    pages = {name for path in PAGES if not off.match(name := str(path.relative_to(DOCS)))}
+    assert pages == set(NAVIGATION)
+    assert (len(pages) <= 40, "plugins" in SITE) == (True, False)
+    assert sum(len(path.read_text().split()) for path in [OTHERS[0], *map(DOCS.joinpath, pages)]) <= 30_000
+
+
+def test_readme_and_home_begin_alike_and_soon_with_commands():
+    readme, home = ((folder / name).read_text() for folder, name in ((ROOT, "README.md"), (DOCS, "index.md")))
+    sentence, commands, *_ = readme.split("\n\n")
+    assert (len(sentence.split()) <= 21, home.split("\n\n")[:2]) == (True, [sentence, commands])
+    assert FENCE.findall(readme) == FENCE.findall(home)
+    assert re.findall(r"pip install|declutr-ray", readme) == [], "an index could resolve it to somebody else's package"
+
+
+def test_links_to_pages_off_the_site_become_their_words():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/x.md"))
+    config = SimpleNamespace(exclude_docs=SimpleNamespace(match_file=lambda name: name == "evidence/log.md"))
+    hook = runpy.run_path(str(DOCS / "site.py"))["on_page_markdown"]
+    text = hook("[a\nb](../evidence/log.md#c) [d](../evidence/gpu.md#e)", page, config, files=None)
+    assert text == "a\nb [d](../evidence/gpu.md#e)"
 
 
 def test_decisions_are_listed_by_number_and_title():

@@ -86,7 +86,7 @@ def replaced(lines, changes):
 
 def test_all_of_the_code_travels_and_the_image_holds_no_secret():
     names = {path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()} | {"src", "benchmarks"}
-    names |= {"pyproject.toml", "README.md", "requirements-run.lock", "constraints.txt"}
+    names |= {"pyproject.toml", "README.md", "LICENSE", "NOTICE", "requirements-run.lock", "constraints.txt"}
     mounted = {local for remote, local in read("cluster.yaml")["file_mounts"].items() if "declutr" in remote}
     text = (ROOT / "Dockerfile").read_text()
     copied = " ".join(re.findall(r"^COPY --chown=declutr (.*) \S+$", text, re.MULTILINE)).split()

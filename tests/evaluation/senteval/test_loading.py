@@ -138,7 +138,7 @@ def test_where_files_belong_is_said_when_they_are_elsewhere(tmp_path, folder):
 
 def test_the_documents_name_every_file():
     text = (Path(__file__).resolve().parents[3] / "docs/guides/evaluate.md").read_text(encoding="utf-8")
-    layout = text.partition("```\nDIR/downstream/CR/")[2].partition("```")[0]
+    layout = text.partition("```text\nDIR/downstream/CR/")[2].partition("```")[0]
     for task in TASKS:
         assert f"DIR/{task.folder}/" in f"DIR/downstream/CR/{layout}", task.folder
         shown = task.files if task.procedure == "similarity" else [name.rpartition("/")[2] for name in task.paths]
