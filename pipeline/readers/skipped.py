@@ -27,7 +27,7 @@ _MARKUP = "extract the text first (for example with trafilatura), or read the ma
 _ADVICE = {
     JSON_SUFFIX: "their first object lacks the key of the text (corpus.text_field)",
     ".xml": _MARKUP,
-    **dict.fromkeys(DOCUMENT_SUFFIXES, "pip install 'declutr-ray[documents]' reads them as documents"),
+    **dict.fromkeys(DOCUMENT_SUFFIXES, "pip install lxml mammoth pypdfium2, and they are read as documents"),
     **dict.fromkeys((".doc", ".odt", ".rtf", ".epub"), "convert them to text, Markdown or JSONL"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the tables as CSV or TSV"),
     **dict.fromkeys((".lz4", ".br", ".lzma", ".lzo", ".z", ".sz"), "compress them again with zstd, gzip, xz or bzip2"),

@@ -145,7 +145,7 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib", None)  # as Python has a module that is not installed
         assert adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20, seed=1).looks == 1
-    says(caplog.text, page, "not written", "pip install 'declutr-ray[report]'")
+    says(caplog.text, page, "not written", "pip install matplotlib")
     assert not page.exists()
     pairs.write_text(pairs.read_text().replace('"query": "', '"query": "word1 '))  # its halves stay
     edited = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20, seed=1)

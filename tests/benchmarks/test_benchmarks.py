@@ -144,7 +144,7 @@ def test_benchmark_of_prepare_has_figures(tmp_path):
     assert found["engine"] == "tiktoken"
     assert 0 < found["documents"]["kept"] < found["documents"]["read"] == 120
     assert found["share_of_limit"] > 0
-    assert found["disk_mib"]["peak"] > found["disk_mib"]["shards"] > 0
+    assert found["disk_mib"]["peak"] >= found["disk_mib"]["shards"] > 0  # both are rounded to 0.1 MiB
     assert found["peak_rss_mib"] is None or found["peak_rss_mib"] > 50
     # `datasets` kept the same documents and tokens, or there would be no figure.
     assert (found["ratio_vs_datasets"] is None) == (find_spec("datasets") is None)

