@@ -18,7 +18,6 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig
 
 from declutr.cli.main import main
-from declutr.cli.runs import COLUMNS, table
 from declutr.common.config import load_config
 from declutr.common.errors import CheckpointError, ConfigError, RunLockedError, ShardError
 from declutr.common.lock import RunLock
@@ -239,10 +238,3 @@ def test_verify_gradients_of_a_users_configuration_passes(data, tmp_path, capsys
     counts = {word: output.count(word) for word in ("        3 ", "float64", "float32", "APART")}
     assert counts == {"        3 ": 6, "float64": 5, "float32": 5, "APART": 0}
     assert main(["verify-gradients", str(config), "data=nowhere", "batch_documents=0"]) == 1
-
-
-def test_demo_shows_its_table():
-    lines = list(table({name: dict.fromkeys(COLUMNS, 0.5) for name in ("untrained", "mlm_only", "declutr")}))
-    assert lines[0].split()[2:6] == ["recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"]
-    assert [line.split().count("0.500") for line in lines] == [0, 8, 8, 8]
-    assert len({len(line) for line in lines}) == 1

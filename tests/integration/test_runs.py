@@ -14,6 +14,7 @@ from s3server import s3_server
 from safetensors.torch import load_file
 from tinyruns import problems
 
+from declutr.cli.demo import QUERIES, compared_with_words, searches
 from declutr.cli.main import main
 from declutr.common.errors import ConfigError
 from declutr.common.lock import LOCK
@@ -47,6 +48,14 @@ def results(run):
     }
     sums["export"] = hash_file(run / "export" / "model.safetensors")
     return sums, runs.steps_of(run), runs.steps_of(run, "validation")
+
+
+def test_the_demo_compares_with_random_weights_and_words_and_searches(data, finished):
+    export = str(finished / "run" / "export")
+    rows, verdict = compared_with_words(data, export, 0)
+    assert list(rows) == ["untrained", "trained", "BM25", "IDF cosine", "trained + IDF"]
+    assert (verdict.comparison.before, verdict.comparison.after) == (rows["untrained"], rows["trained"])
+    assert [line.strip() for line in list(searches(data, export))[1::2]] == list(QUERIES)
 
 
 @pytest.mark.nightly

@@ -41,7 +41,7 @@ _COMMANDS = {
     ),
     "report": ("SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs", "cli.runs"),
     "copy": ("FROM TO: a folder or a run to or from an object store, with checksums", "common.stores.copies"),
-    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.runs"),
+    "demo": ("[key=value ...]: train an encoder on a corpus found on every machine; measure, search", "cli.demo"),
 }  # what follows the name of each command with its meaning, and the module of its function `main` or `run_COMMAND`
 _READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "reproduce")
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")

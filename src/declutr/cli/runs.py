@@ -1,8 +1,6 @@
-"""`declutr inspect`, `report`, `why`, `verify-gradients`, `reproduce`, `demo`: commands that describe or make runs."""
+"""`declutr inspect`, `report`, `why`, `verify-gradients`, `reproduce`: commands that describe or make runs."""
 
 import json
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from declutr.cli import Parser
 from declutr.common.console.logs import setup_logging
 from declutr.common.console.terminal import refused
 from declutr.common.errors import missing_extra
-from declutr.common.paths import check_there, expand, folder_problem, path_argument
+from declutr.common.paths import check_there, folder_problem, path_argument
 
 _SHOWN_CHARACTERS = 160
 
@@ -177,60 +175,3 @@ def run_reproduce(arguments: list[str]) -> int:
 def seeds(text: str) -> list[int]:
     """Seeds, separated by commas; the plan refuses equal or negative ones."""
     return [int(word) for word in text.split(",")]
-
-
-def run_demo(arguments: list[str]) -> int:
-    """Prepare a corpus found on every machine, train two encoders and compare them; return the exit status.
-
-    Writes `summary.json` next to the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
-    seconds of training.
-    """
-    parser = Parser("demo", "Prepare a corpus, train and measure encoders.")
-    parser.shared("overrides")
-    parser.add_argument("--config", default="configs/demo.yaml")
-    options = parser.parse_intermixed_args(arguments)
-    from declutr.common.config import load_config
-    from declutr.pipeline.config import PipelineConfig
-    from declutr.pipeline.config import look as look_for_data
-    from declutr.trainer.config import TrainConfig
-
-    # before the corpus is prepared, and before torch is loaded
-    data = load_config(options.config, "prepare", PipelineConfig, (), look_for_data)
-    settings = load_config(options.config, "train", TrainConfig, options.overrides)
-    from declutr.common.storage import write_json
-    from declutr.pipeline.job.outcome import summary
-    from declutr.pipeline.prepare import prepare
-    from declutr.trainer.train import train
-
-    setup_logging("demo")
-    started, folder = time.monotonic(), expand(settings.run).parent
-    print(summary(prepare(data), data.output), flush=True)
-    prepared = time.monotonic()
-    mlm = settings.model_copy(
-        update={"run": str(folder / "mlm_only"), "objective": settings.objective.model_copy(update={"terms": "mlm"})}
-    )
-    results = {"mlm_only": train(mlm), "declutr": train(settings)}
-    rows: dict[str, dict[str, float]] = {
-        # both runs start with its weights
-        "untrained": {**results["declutr"]["first_scores"], "seconds": 0.0},
-        **{name: {**result["last_scores"], "seconds": result["seconds"]} for name, result in results.items()},
-    }
-    write_json(folder / "summary.json", rows)
-    print("", *table(rows), "", sep="\n", flush=True)
-    print(f"prepared in {prepared - started:.0f} s, total {time.monotonic() - started:.0f} s; {folder}/summary.json")
-    print(f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})", flush=True)
-    return 0
-
-
-COLUMNS = (
-    *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
-    *("alignment", "uniformity", "effective_rank", "seconds"),
-)
-
-
-def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Format the scores as a text table; `rows` by encoder, then by column."""
-    widths = {name: max(len(name), 8) + 2 for name in COLUMNS}
-    yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
-    for name, scores in rows.items():
-        yield f"{name:18s}" + "".join(f"{scores[column]:>{width}.3f}" for column, width in widths.items())
