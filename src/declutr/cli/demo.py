@@ -56,7 +56,7 @@ def run_demo(arguments: list[str]) -> int:
     write_json(folder / "summary.json", rows | {"verdict": facts, "seconds": round(time.monotonic() - started)})
     print("\nrecall@1: a passage of a held-out document searches another one of it, 96 tokens away or more, among one "
           "passage of each")  # fmt: skip
-    print(*(f"{name:12s}{100 * score:6.1f}" for name, score in rows.items()), sep="\n")
+    print(*(f"{name:14s}{100 * score:5.1f}" for name, score in rows.items()), sep="\n")
     print(verdict.sentence("documents"), flush=True)
     print(*searches(Path(data.output), export), "", sep="\n")
     print(f"{time.monotonic() - started:.0f} s in all; {folder}/summary.json")
