@@ -67,14 +67,15 @@ def run_demo(arguments: list[str]) -> int:
 def compared_with_words(data: Path, export: str, seed: int) -> "tuple[dict[str, float], Verdict]":
     """Scores of the encoder, of the same one untrained and of words on held-out documents, and the verdict."""
     from declutr.adaptation.candidates import load_transformer
+    from declutr.adaptation.config import LENGTHS, Lengths
     from declutr.adaptation.passages import make_passages
     from declutr.adaptation.scores import DISTANT, STATISTICS, TestSet, judge
     from declutr.evaluation.retrieval.compare import BM25, IDF
 
     encoder = load_transformer(export)
-    test = TestSet(
-        make_passages([text for _, text in _documents(data, "held-out", encoder.tokenizer)], encoder.tokenizer)
-    )
+    texts = [text for _, text in _documents(data, "held-out", encoder.tokenizer)]
+    longest = encoder.max_tokens - encoder.tokenizer.num_special_tokens_to_add()  # of --config, which may be short
+    test = TestSet(make_passages(texts, encoder.tokenizer, lengths=Lengths(min(LENGTHS.passage, longest))))
     words = test.lexical()
     values: dict[str, Values] = {
         "untrained": test.encoder(load_transformer(f"untrained:{export}")),
