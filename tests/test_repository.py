@@ -91,6 +91,8 @@ def test_check_finds_conflict_markers(tmp_path):
         return subprocess.run(["make", "markers"], cwd=tmp_path, capture_output=True, text=True, check=False)
 
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "fine.md").write_text("Title\n=======\n    <<<<<< x\n")
+    assert markers().returncode == 0
     lines = [f"{indent}{sign * 7} main" for indent in ("", "    ") for sign in "<>|"]
     (tmp_path / "mended.py").write_text("\n".join(["first", *lines]))
     result = markers()

@@ -178,6 +178,7 @@ RUN = {"run": "r", "data": "nowhere"}
     [
         (lambda: declutr.prepare({"prepare": {"output": "x"}}), ("prepare.output", "unknown key")),
         (lambda: declutr.prepare({"output": 3, "corpus": {"kind": "files"}}), "output = 3"),
+        (lambda: declutr.prepare(Path("nowhere.yaml")), "nowhere.yaml"),
         (lambda: declutr.prepare([1]), ("list", "dict")),
         (lambda: declutr.train(RUN, "steps=3"), ("overrides", "['steps=3']")),
         (lambda: declutr.train(RUN | {"steps": 0}), "steps = 0"),

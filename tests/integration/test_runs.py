@@ -14,7 +14,7 @@ from s3server import s3_server
 from safetensors.torch import load_file
 from tinyruns import problems
 
-from declutr.cli.demo import QUERIES, compared_with_words, searches
+from declutr.cli.demo import QUERIES
 from declutr.cli.main import main
 from declutr.common.errors import ConfigError
 from declutr.common.lock import LOCK
@@ -50,12 +50,16 @@ def results(run):
     return sums, runs.steps_of(run), runs.steps_of(run, "validation")
 
 
-def test_the_demo_compares_with_random_weights_and_words_and_searches(data, finished):
-    export = str(finished / "run" / "export")
-    rows, verdict = compared_with_words(data, export, 0)
-    assert list(rows) == ["untrained", "trained", "BM25", "IDF cosine", "trained + IDF"]
-    assert (verdict.comparison.before, verdict.comparison.after) == (rows["untrained"], rows["trained"])
-    assert [answer.split("\n")[0].strip() for answer in list(searches(data, export))[1:]] == list(QUERIES)
+def test_the_demo_compares_with_random_weights_and_words_and_searches(data, finished, tmp_path, capsys):
+    """What is prepared and trained already is taken as it is."""
+    preparation = runs.prepare_values(data.parent / "corpus.jsonl", data)
+    training = runs.train_values(data, finished / "run", **runs.FINISHED)
+    config = runs.write_config(tmp_path / "demo.yaml", prepare=preparation, train=training)
+    assert main(["demo", "--config", str(config)]) == 0
+    rows = json.loads((finished / "summary.json").read_text())
+    assert list(rows) == ["untrained", "trained", "BM25", "IDF cosine", "trained + IDF", "verdict", "seconds"]
+    shown = f"{100 * rows['untrained']:.1f} before, {100 * rows['trained']:.1f} after"
+    says(capsys.readouterr().out, shown, f"BM25          {100 * rows['BM25']:5.1f}", *QUERIES)
 
 
 @pytest.mark.nightly

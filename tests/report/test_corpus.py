@@ -111,7 +111,8 @@ def test_ledgers_that_contradict_the_manifest_are_an_error(tmp_path, capsys):
     """Before that, a page without rejected texts, which names their places."""
     folder = tmp_path / "out"
     manifest = write_prepared(folder, [[Row("word " * 60), Row("few", "too_short")]], write_rejected=False)
-    page = checked(write_corpus_page(folder).read_text())
+    assert write_corpus_page(folder) == folder / "report" / "report.html"
+    page = checked((folder / "report" / "report.html").read_text())
     assert "a.jsonl:1" in page.text
     assert "write_rejected: true" in page.text
     assert "few" not in page.text

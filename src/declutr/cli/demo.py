@@ -1,7 +1,4 @@
-"""`declutr demo`: an encoder from a corpus that every machine has, a verdict against the untrained one, five searches.
-
-Legend: n documents, P passages of all of them.
-"""
+"""`declutr demo`: an encoder from a corpus that every machine has, a verdict against random weights, five searches."""
 
 import time
 from collections.abc import Iterator, Sequence
