@@ -169,7 +169,7 @@ def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_ki
     few, many = Skipped(), Skipped()
     for name in ("a.xml", "b.html", "c.rtf", "d.zip", "e.json", "f.xyz"):
         few.add_file(name)
-    advice = ("trafilatura", "text_file", "convert", "unpack", "[documents]", "corpus.text_field")
+    advice = ("trafilatura", "text_file", "convert", "unpack", "pypdfium2", "corpus.text_field")
     says(describe_skipped(few.kinds()), "1 .xml ('a.xml')", *advice)
     for number in range(1000):
         many.add_file(f"a.x{number}")
