@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "workers": options.workers,
         "engine": engine,
         "engine_reason": reason,
-        "mib_per_s": _median(rates["warm"]),
+        "mib_per_s": round(statistics.median(rates["warm"]), 2) if rates["warm"] else None,
         "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
         "share_of_limit": _ratio(rates["warm"], rates["limit"])["median"],
         "disk_mib": {"shards": disk.mib(), "peak": disk.peak_mib},
@@ -147,21 +147,17 @@ def _demo_corpus(folder: Path) -> list[str]:
     return paths
 
 
-def _config(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> dict[str, Any]:
-    """The `prepare` section for this project."""
-    return {
+def time_prepare(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
+    """Time `prepare` in a running session; return seconds and manifest."""
+    section = {
         "output": str(output),
         "corpus": {"kind": "files", "paths": settings["paths"]},
         "tokenizer": {"kind": "pretrained", "name": settings["tokenizer"]},
         "geometry": {"num_anchors": 2, "max_tokens": options.max_tokens},
         "session": {"num_cpus": options.workers},
     }
-
-
-def time_prepare(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
-    """Time `prepare` in a running session; return seconds and manifest."""
     begun = time.perf_counter()
-    manifest = prepare(PipelineConfig.model_validate(_config(options, settings, output)))
+    manifest = prepare(PipelineConfig.model_validate(section))
     return time.perf_counter() - begun, manifest
 
 
@@ -296,10 +292,6 @@ class FolderSize(Watcher):
     def look(self) -> None:
         """Reads the size of now."""
         self.peak_mib = max(self.peak_mib, self.mib())
-
-
-def _median(rates: list[float]) -> float | None:
-    return round(statistics.median(rates), 2) if rates else None
 
 
 def _ratio(rates: list[float], reference_rates: list[float]) -> dict[str, Any]:

@@ -271,11 +271,6 @@ def _checked(config: TrainConfig) -> RunPlan | None:
     return plan
 
 
-def _began() -> float:
-    """Start time of the command as Unix time."""
-    return float(psutil.Process(command_pid()).create_time())
-
-
 def _data_places(config: TrainConfig) -> list[str]:
     """Folders and addresses of all shards that a run reads."""
     validated = [config.validation.data] if config.validation.data else []
@@ -328,7 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     early = None if config.scaling.local else _start_ray_aside(config)
     wait_for_ray: Callable[[], object] = early.wait if early else lambda: None
     try:
-        summary = run_training(config, _began(), None if config.scaling.local else wait_for_ray, plan)
+        began = float(psutil.Process(command_pid()).create_time())  # of the command, as Unix time
+        summary = run_training(config, began, None if config.scaling.local else wait_for_ray, plan)
     finally:
         if early:  # also after a refused run
             early.wait()

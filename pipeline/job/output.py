@@ -86,14 +86,9 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
 
 
 class Output:
-    """An output folder; `StoredOutput` is one in an object store.
+    """An output folder; `StoredOutput` is one in an object store, whose `folder` holds small files on this host.
 
-    Attributes:
-        setting: `output` of the configuration.
-        folder: the folder; for an address, a folder of this host with the small files of the output.
-        duplicates: the settings that decide the stages.
-        session: the place where the tasks run.
-        name: the output in messages.
+    `setting` is `output` of the configuration, `name` the output in messages; `duplicates` decides the stages.
     """
 
     def __init__(self, setting: str, folder: Path, duplicates: DuplicatesConfig, session: SessionConfig) -> None:
@@ -160,12 +155,7 @@ class Output:
         """Reasons why an output of the same plan cannot continue with the contents of these inputs.
 
         A changed time alone is not a change: if head, middle and tail of a file are the same, the whole file is read
-        and compared with the recorded digest.
-
-        Args:
-            plan: plan of this command.
-            units: the units, with the states of their files.
-            verify: also read every byte of files whose time is the same.
+        and compared with the recorded digest. `verify` reads every byte of files whose time is the same, too.
         """
         try:
             before = PreparePlan.model_validate_json((self.folder / PLAN).read_bytes()).input_states

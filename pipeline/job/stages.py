@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import WorkerCrashedError
 
-from declutr.common.console.logs import bar, get_logger
+from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
 from declutr.common.storage import Files, decoded, encoded
@@ -157,16 +157,9 @@ def _stopped(stage: str, output: str, problem: object) -> ShardError:
 
 
 class Progress(Watcher):
-    """Input bytes, documents and kept documents of finished units and of those in work, every two seconds.
+    """Input bytes, documents and kept documents of units (`done`: finished before), every two seconds.
 
-    A bar shows them to users; programs read lines of `progress.jsonl`.
-
-    Args:
-        folder: output folder.
-        stage: name of the stage, for the bar and the lines.
-        total_bytes: input bytes of all units.
-        done: sidecars of units that were finished before this run.
-        rows: noun of the rows.
+    A bar shows them to users, with the noun `rows`; programs read lines of `progress.jsonl`.
     """
 
     def __init__(self, folder: Path, stage: Stage, total_bytes: int, done: list[Sidecar], rows: str) -> None:
@@ -174,15 +167,7 @@ class Progress(Watcher):
         self._folder, self._stage, self._rows, self._lock = folder, stage, rows, threading.Lock()
         self._finished = set[str]()  # names of units
         self._numbers = [0, 0, 0]  # of finished units: input bytes, documents, kept documents
-        self._bar = bar(
-            total=total_bytes,
-            initial=sum(sidecar.num_bytes for sidecar in done),
-            desc=stage,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
-        )
+        self._bar = input_bar(total_bytes, sum(sidecar.num_bytes for sidecar in done), stage)
         self._started, self._before = time.monotonic(), self._bar.n  # the rate is without the bytes of earlier runs
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of a run that was killed
         (folder / HEARTBEATS).mkdir()

@@ -124,8 +124,7 @@ class StoredOutput(Output):
         super().__init__(store.remote.url, folder, duplicates, session)
         self.store, self.remote, self.name = store, store.remote, store.remote.url
         self._sizes: dict[str, int] = {}
-        self._shared: Files = {}
-        """The tokenizer and the index of evaluation sets."""
+        self._shared: Files = {}  # the tokenizer and the index of evaluation sets
         self._listing: Files | None = None
 
     def names(self) -> list[str]:

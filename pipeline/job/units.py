@@ -250,8 +250,7 @@ class UnitWriter(ExitStack):
         self._failures: list[ReadFailure] = []
         self._unk_id = tokenizer.unk_token_id if tokenizer else None
         self.running = Counts()
-        self.conflict: str | None = None
-        """An example of a copy whose label differs from that of the kept row."""
+        self.conflict: str | None = None  # an example of a copy whose label differs from that of the kept row
 
     def __enter__(self) -> Self:
         for part in (*self._shards.values(), self._ledger):

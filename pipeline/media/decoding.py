@@ -171,8 +171,7 @@ class _Child:
         batches.close()
         answers.close()
         self.is_new = True
-        self.batch: Sequence[bytes] | None = None
-        """The batch with the files whose answers are awaited."""
+        self.batch: Sequence[bytes] | None = None  # the one with the files whose answers are awaited
 
     def answer(self, content: str, files: Sequence[bytes], batch: Sequence[bytes]) -> list[Answer] | None:
         """The answers to files of a batch; None if the process ended before it had sent them."""

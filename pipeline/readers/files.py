@@ -67,13 +67,7 @@ _PARQUET = b"PAR1"
 
 
 class Head:
-    """The first bytes of a file.
-
-    Attributes:
-        data: the bytes as they are; `format` is for those that are neither compressed nor an archive.
-        name: name of the file.
-        suffix: its ending without that of a compression.
-    """
+    """The first bytes of a file as they are; `format` is for those that are neither compressed nor an archive."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self.data, self.name, self.suffix = data, name, bare_suffix(name)

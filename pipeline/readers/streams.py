@@ -264,11 +264,7 @@ def _store(path: str) -> Iterator[None]:
 def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
     """The bytes of an open file from `start` on; chunks of remote files grow, because a sample needs the first alone.
 
-    Args:
-        file: the file.
-        path: its path or address.
-        start: first byte.
-        stop: byte behind which only the end of a record is needed; remote files are read in small chunks from there on.
+    Behind `stop`, where only the end of a record is needed, remote files are read in small chunks.
     """
     file.seek(start)
     if not is_remote(path):

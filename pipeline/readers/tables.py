@@ -145,17 +145,13 @@ class _Feed(Iterator[str]):
     """Lines of text for the csv module, which requests further lines while a quoted field is open.
 
     Bytes that are not UTF-8 become surrogates, so that they affect only their row.
-
-    Attributes:
-        row_lines: lines of the row that is being read; `_TOO_LARGE` for one that is too long.
-        row_bytes: their memory.
     """
 
     def __init__(self, stream: ByteStream) -> None:
         self._lines = self._decoded(stream)
         self._again: deque[str] = deque()
-        self._num_lines = self._num_again = self.row_bytes = 0
-        self.row_lines: list[str] = []
+        self._num_lines = self._num_again = self.row_bytes = 0  # bytes: memory of `row_lines`
+        self.row_lines: list[str] = []  # of the row that is being read; `_TOO_LARGE` for one that is too long
 
     def __next__(self) -> str:
         if self.row_bytes > MAX_ROW_BYTES:

@@ -46,10 +46,8 @@ class BatchTokenizer:
 
     A special token spelled out in a text ("</s>" in a web page) is encoded as its characters, so that stored tokens
     hold no special ids. Byte-level vocabularies distinguish a word at the start of a line from one after a space. With
-    them, a text gets one leading space, so that a span from the middle of a document looks like any other.
-
-    Attributes:
-        prefix: text put before every text that is not empty.
+    them, a text that is not empty gets one leading space, `prefix`, so that a span from the middle of a document looks
+    like any other.
     """
 
     def __init__(

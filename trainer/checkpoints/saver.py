@@ -43,9 +43,6 @@ class Saver:
     """Writes and prunes the checkpoints of a run in a thread.
 
     `reuse_memory`, `wait` and `check` raise SaveError once the storage has failed for longer than the settings allow.
-
-    Attributes:
-        written: step of the newest checkpoint that is written, also to the run's store; None before the first.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Saver:
         self.folder = folder
         self.config = config
         self.score = score
-        self.written: int | None = None
+        self.written: int | None = None  # step of the newest checkpoint that is written, also to the run's store
         self._before, self._after = before, after
         self._clock = clock
         self._saved_at = clock()
@@ -284,10 +281,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes contiguous CPU tensors to a new file that `safetensors.torch.load_file` reads; flushes it to the disk.
 
     Each chunk is written to the disk and dropped from the page cache. Otherwise a checkpoint would displace the shards
-    in use, and new pages for a gigabyte cost more than writing it.
-
-    Returns:
-        The checksum of the tensors in memory, not of the bytes on the disk.
+    in use, and new pages for a gigabyte cost more than writing it. The checksum is that of the tensors in memory, not
+    of the bytes on the disk.
     """
     names = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name))
     digest = xxhash.xxh3_128()

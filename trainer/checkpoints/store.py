@@ -45,11 +45,7 @@ class RunStore:
     def fetch(self, files: Sequence[str] = (), expected: Mapping[str, str] | None = None) -> Newest:
         """Fetches the metrics, the given files and the newest checkpoint that verifies; returns that checkpoint.
 
-        They replace the local files and checkpoints.
-
-        Args:
-            files: further file names in the run's folder.
-            expected: as for `checkpoint.find_latest`.
+        They replace the local files and checkpoints. `expected` is as for `checkpoint.find_latest`.
         """
         if self.remote.is_whole():  # then its checkpoints have no file lists
             raise RemoteError(f"{self.remote.url} holds a folder that was copied as a whole: name another address")

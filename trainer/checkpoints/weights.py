@@ -51,13 +51,10 @@ def load_parameters(path: Path, encoder: nn.Module) -> None:
 
 
 def load(path: Path, train_steps: Sequence[TrainStep]) -> None:
-    """Restores encoder, optimizers, objectives and frontends from a checkpoint.
+    """Restores encoder, optimizers, objectives and frontends from a checkpoint; CheckpointError if one does not fit.
 
     Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
     disk space while one of them exists.
-
-    Raises:
-        CheckpointError: names or shapes differ, or the state of an objective does not fit.
     """
     load_parameters(path, train_steps[0].encoder)
     for train_step in train_steps:

@@ -28,14 +28,8 @@ from declutr.trainer.run import RunPlan
 def export(plan: RunPlan, done: int) -> Path:
     """Writes the run's folder `export` from its last or best checkpoint: weights, tokenizer, pooling, model card.
 
-    An existing folder is kept if it was made from the same checkpoint and all of its files verify.
-
-    Args:
-        plan: of the run.
-        done: steps that the run has taken, fewer than planned if it ended early.
-
-    Raises:
-        CheckpointError: no checkpoint of the run verifies.
+    An existing folder is kept if it was made from the same checkpoint and all of its files verify. `done` are the steps
+    that the run has taken, fewer than planned if it ended early. Without a checkpoint that verifies: CheckpointError.
     """
     config, run = plan.config, plan.folder
     target = run / EXPORT

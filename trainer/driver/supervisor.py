@@ -49,19 +49,11 @@ _SAME_SECONDS = 1.0
 
 
 class Signals:
-    """Records signals while its block runs, in the main thread only.
-
-    Args:
-        clock: seconds of a monotonic clock.
-
-    Attributes:
-        received: name of the first signal, or another reason to stop.
-        status: exit status for this reason.
-    """
+    """Records signals while its block runs, in the main thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.received: str | None = None
-        self.status = 1
+        self.received: str | None = None  # name of the first signal, or another reason to stop
+        self.status = 1  # exit status for this reason
         self._clock = clock
         self._first_at: float | None = None
         self._last: str | None = None

@@ -55,11 +55,9 @@ class AppendLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._durable = path.stat().st_size
-        """Bytes that an fsync has confirmed; everything after them can be written again from memory."""
+        self._durable = path.stat().st_size  # bytes that an fsync has confirmed; later ones are still in memory
         self._written = self._durable
-        self._pieces = bytearray()
-        """Records after the first `_durable` bytes."""
+        self._pieces = bytearray()  # records after the first `_durable` bytes
         self._adding = threading.Lock()
         self._flushing = threading.Lock()
 

@@ -113,24 +113,12 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001 - the layout replaces the mask
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    packed_layout: AttentionLayout | None = None,
-    **kwargs: Any,
+    scaling: float | None = None,  # factor of the scores; None: 1 / sqrt(head_dim)
+    dropout: float = 0.0,  # probability of dropping an attention weight
+    packed_layout: AttentionLayout | None = None,  # positions of the spans
+    **kwargs: Any,  # `sliding_window` w limits attention to |i - j| < w, for ModernBERT's local layers
 ) -> tuple[Tensor, None]:
-    """Computes attention in transformers' interface: `(1, heads, T, head_dim)` in, `(1, T, heads, head_dim)` out.
-
-    Args:
-        module: the attention layer.
-        query: queries.
-        key: keys.
-        value: values.
-        attention_mask: unused.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        dropout: probability of dropping an attention weight.
-        packed_layout: positions of the spans.
-        kwargs: `sliding_window` w limits attention to |i - j| < w, for ModernBERT's local layers.
-    """
+    """Computes attention in transformers' interface: `(1, heads, T, head_dim)` in, `(1, T, heads, head_dim)` out."""
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window, kernels = kwargs.get("sliding_window"), packed_layout.kernels
@@ -206,27 +194,16 @@ def register() -> None:
 
 
 def attend(
-    query: Tensor,
+    query: Tensor,  # `(T, heads, head_dim)` in half precision, as keys and values
     key: Tensor,
     value: Tensor,
-    bounds: Tensor,
+    bounds: Tensor,  # `(S + 1,)` int32 start of each span, and the end of the last
     order: Tensor,  # noqa: ARG001 - the kernel has its own
-    longest: int,
-    scaling: float | None,
-    window: int | None,
+    longest: int,  # at least the tokens of the longest span
+    scaling: float | None,  # factor of the scores; None: 1 / sqrt(head_dim)
+    window: int | None,  # w of |i - j| < w; None: the whole span
 ) -> Tensor:
-    """Attention within spans, `(T, heads, head_dim)`, in one call for all spans.
-
-    Args:
-        query: `(T, heads, head_dim)` queries in half precision.
-        key: keys of the same shape.
-        value: values of the same shape.
-        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
-        order: unused.
-        longest: at least the tokens of the longest span.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        window: w of |i - j| < w; None: the whole span.
-    """
+    """Attention within spans, `(T, heads, head_dim)`, in one call for all spans."""
     reach = -1 if window is None else window - 1  # the kernel's limit is |i - j| <= reach, and -1 none
     output = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
     assert isinstance(output, Tensor)

@@ -30,11 +30,6 @@ class DropoutKeys:
     """Keys of the tokens in an encoder, shared by all its dropout layers.
 
     They are kept until the next forward, because activation checkpointing repeats parts of a forward in the backward.
-
-    Attributes:
-        tokens: int32 keys with the leading shape of the hidden states; None for a batch without keys.
-        hidden: rates of the tokens' hidden states, with the same shape; None: every layer has its own rate.
-        attention: rates of the tokens' attention weights, as queries.
     """
 
     def __init__(self) -> None:
@@ -42,22 +37,16 @@ class DropoutKeys:
 
     def clear(self) -> None:
         """Forgets the batch."""
-        self.tokens: Tensor | None = None
-        self.hidden: TokenRates | None = None
-        self.attention: TokenRates | None = None
+        self.tokens: Tensor | None = None  # int32, with the leading shape of the hidden states
+        self.hidden: TokenRates | None = None  # of the tokens' hidden states; None: every layer has its own rate
+        self.attention: TokenRates | None = None  # of the tokens' attention weights, as queries
 
 
 class KeyedDropout(nn.Module):
-    """Drops elements of hidden states with probability p and scales the others by 1 / (1 - p).
+    """Drops elements of hidden states with probability p in [0, 1) and scales the others by 1 / (1 - p).
 
     Explicit attention weights `(S, heads, L, L)` of some families are dropped by (query token, head, key position).
-    Values without a dimension for spans are left unchanged.
-
-    Args:
-        p: probability, 0 to 1 (exclusive).
-        layer: number of this layer in its encoder.
-        keys: keys of the encoder's tokens.
-        width: largest number of features of the hidden states.
+    Values without a dimension for spans are left unchanged. `layer` is its number, `width` the most features.
     """
 
     features: Tensor

@@ -90,8 +90,7 @@ class Encoder(nn.Module):
         self.padding_index = padding_index(model)
         self.behind = nn.Sequential(*behind)
         widths = [step.linear.out_features for step in behind if isinstance(step, Dense)]
-        self.output_size = widths[-1] if widths else self.hidden_size
-        """Size of the exported encoder's embeddings."""
+        self.output_size = widths[-1] if widths else self.hidden_size  # of the exported encoder's embeddings
         self.projection: nn.Module = nn.Identity()
         self.embedding_size = self.output_size
         if config.projection.kind != "none":

@@ -106,10 +106,7 @@ def load_vit(frontend: Frontend) -> None:
 class EmbeddingSwitch:
     """Lets an encoder read hidden states in place of token ids; its layers follow unchanged.
 
-    Word, position and type embeddings, and the norm and dropout behind them, are skipped.
-
-    Args:
-        model: the encoder; changed in place.
+    Word, position and type embeddings, and the norm and dropout behind them, are skipped; the model changes.
     """
 
     def __init__(self, model: "PreTrainedModel") -> None:

@@ -42,29 +42,19 @@ I64 = NDArray[np.int64]
 
 
 class Texts:
-    """The texts of rows that hold sentences, pairs or triples.
-
-    Attributes:
-        tokens: tokens of all texts, one after the other.
-        starts: `(X,)` place of each text's first token in `tokens`.
-        sizes: `(X,)` tokens of each text, without specials.
-        labels: `(X,)` label of each text (pipeline/shards/content.py).
-        rows: `(X,)` row of each text.
-        first: `(n,)` number of each row's first text: the sentence or premise.
-        keys: `(n,)` uint64 key of each row.
-    """
+    """The texts of rows that hold sentences, pairs or triples."""
 
     def __init__(self, rows: pa.Table) -> None:
-        self.tokens, offsets = ragged(rows.column("tokens"))
+        self.tokens, offsets = ragged(rows.column("tokens"))  # of all texts, one after the other
         starts, bounds = ragged(rows.column("starts"))
         labels, _ = ragged(rows.column("labels"))
         part = slice(*bounds[[0, -1]])  # the table may be a slice of a larger one
-        self.rows = np.repeat(np.arange(len(rows)), np.diff(bounds))
-        self.starts = offsets[self.rows] + starts[part]
-        self.sizes = np.diff(np.append(self.starts, offsets[-1:]))
-        self.labels = labels[part].astype(np.int64)
-        self.first = bounds[:-1] - bounds[0]
-        self.keys = document_keys(rows)
+        self.rows = np.repeat(np.arange(len(rows)), np.diff(bounds))  # `(X,)` row of each text
+        self.starts = offsets[self.rows] + starts[part]  # `(X,)` place of each text's first token in `tokens`
+        self.sizes = np.diff(np.append(self.starts, offsets[-1:]))  # `(X,)` tokens of each text, without specials
+        self.labels = labels[part].astype(np.int64)  # `(X,)` label of each text (pipeline/shards/content.py)
+        self.first = bounds[:-1] - bounds[0]  # `(n,)` number of each row's first text: the sentence or premise
+        self.keys = document_keys(rows)  # `(n,)` uint64 key of each row
 
 
 @dataclass(frozen=True)

@@ -158,15 +158,10 @@ def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[
     """Combines a tensor of all ranks by recursive doubling (Thakur, Rabenseifner and Gropp 2005).
 
     It takes log2(ranks) rounds, none with one rank; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
-
     In round k, ranks whose numbers differ in bit k exchange what they have combined so far. Of a number of ranks that
     is no power of two, the last ones give theirs to a partner before the first round and get the result after the last.
-
-    Args:
-        values: integers on the CPU, of one shape on every rank.
-        rank: number of this rank.
-        size: number of ranks.
-        combine: associative and commutative, such as `torch.add`; exact for integers, so the order has no effect.
+    Values are integers on the CPU, of one shape on every rank; `combine` is associative and commutative, such as
+    `torch.add`, so the order has no effect.
     """
     paired = 1 << (size.bit_length() - 1)  # the largest power of two that is not above the number of ranks
     if rank >= paired:

@@ -30,12 +30,8 @@ class FixedPointReducer:
     """Adds up the gradients of all microbatches of all workers.
 
     A hook of each parameter moves its gradient to the sums as soon as a backward has computed it, so that no parameter
-    has a gradient in float32 until `finish`.
-
-    Args:
-        comm: the workers.
-        parameters: in the same order on every worker; not sharded.
-        num_terms: largest number of terms of a sum, for all workers together.
+    has a gradient in float32 until `finish`. Parameters have one order on every worker and are not sharded; `num_terms`
+    is the largest number of terms of a sum, for all workers together.
     """
 
     def __init__(self, comm: Communicator, parameters: Sequence[nn.Parameter], num_terms: int) -> None:

@@ -92,9 +92,6 @@ class UncorrectedAdamW(torch.optim.Optimizer):
     """AdamW as in transformers 3.4 with correct_bias=False: no bias correction, decay after the update.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr m / (sqrt(v) + eps); w = w - lr decay w.
-
-    Attributes:
-        found_inf: a tensor, 1 to leave out updates, else 0; None: no update is left out. Only if fused.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         fused: bool = False,  # update all parameters by torch's fused kernel
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.found_inf: Tensor | None = None
+        self.found_inf: Tensor | None = None  # 1: leave out an update, else 0; None: none is left out. Only if fused
         self._fused = fused
 
     @torch.no_grad()

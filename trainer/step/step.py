@@ -169,12 +169,9 @@ class TrainStep:
     def gradients(
         self, batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None
     ) -> list[Gradients]:
-        """Accumulates this rank's part of the global gradient in the parameters of encoder, objectives and frontends.
+        """Adds this rank's part of the global gradient to the parameters of all tasks; returns the result of each task.
 
         A step that ran out of memory is repeated with smaller pieces.
-
-        Returns:
-            The result of each task.
         """
         buffers = [task.buffers() for task in self.tasks]
         while True:

@@ -68,21 +68,14 @@ class ControlChannel:
 
 
 class ChannelReader(Watcher):
-    """Reads the control channel for the driver in a thread, so that a lost head does not block the driver.
-
-    Attributes:
-        heartbeats: newest heartbeats.
-        answered: monotonic time of the head's last answer.
-        draining: message about a node with workers that is about to be removed, or None.
-        stop_reason: reason for the workers to stop, posted as soon as the head answers; None while they are to run.
-    """
+    """Reads the control channel for the driver in a thread, so that a lost head does not block the driver."""
 
     def __init__(self, channel: ControlChannel) -> None:
         super().__init__(EVERY_SECONDS, "declutr-reader", at_once=True)  # the size of the group is not known yet
-        self.heartbeats: list[dict[str, Any]] = []
-        self.answered = time.monotonic()
-        self.draining: str | None = None
-        self.stop_reason: str | None = None
+        self.heartbeats: list[dict[str, Any]] = []  # the newest
+        self.answered = time.monotonic()  # time of the head's last answer
+        self.draining: str | None = None  # message about a node with workers that is about to be removed
+        self.stop_reason: str | None = None  # posted as soon as the head answers; None while workers are to run
         self._channel = channel
         self._posted = False
 

@@ -31,31 +31,23 @@ _NO_ROWS: F64 = np.empty(0)
 
 
 class Checkpointing:
-    """Resumes from checkpoints, saves them, and ends the run for all workers at the same step.
-
-    Attributes:
-        early: true if the run ended before its last step because its scores no longer improved.
-        early_request: EARLY when the run is to end because its scores no longer improve; on the first worker only.
-        identity: hashes of settings and data, which the checkpoints of this run have.
-        at_start: true if no step of the run is done.
-        saver: saver of the first worker inside `writing`; otherwise None.
-    """
+    """Resumes from checkpoints, saves them, and ends the run for all workers at the same step."""
 
     def __init__(
         self,
         config: TrainConfig,
         run: Path,
-        identity: dict[str, str],
+        identity: dict[str, str],  # hashes of settings and data, which the checkpoints of this run have
         hashes: dict[str, str],
         train_steps: Sequence[TrainStep],
         heartbeat: Heartbeat,
         reporter: "Reporter | None" = None,
     ) -> None:
-        self.early = False
-        self.early_request = Request(0)
+        self.early = False  # true if the run ended before its last step because its scores no longer improved
+        self.early_request = Request(0)  # EARLY when the run is to end so; on the first worker only
         self._scores: dict[int, float] = {}  # by step, if there is a patience
-        self.saver: Saver | None = None
-        self.at_start = False
+        self.saver: Saver | None = None  # of the first worker inside `writing`
+        self.at_start = False  # true if no step of the run is done
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
         self._config, self._run, self._train_steps, self._train_step = config, run, train_steps, train_steps[-1]

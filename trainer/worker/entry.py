@@ -43,10 +43,6 @@ class Listener(Watcher):
 
     A notice is a signal to this process, or the driver's entry in the control channel, which it makes after a signal to
     itself or when a node is about to be removed.
-
-    Args:
-        channel: the control channel.
-        heartbeat: the worker's heartbeat.
     """
 
     def __init__(self, channel: ControlChannel, heartbeat: Heartbeat) -> None:
@@ -119,13 +115,10 @@ class Reporter:
 
     Every worker reports equally often, because Ray waits for a report of each of them. Ray is told the checkpoint's
     folder; it copies and deletes nothing.
-
-    Args:
-        folder: folder of the run's checkpoints as Ray Train knows it, which is its `storage_path` and `name`.
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self._folder = folder  # of the run's checkpoints as Ray Train knows it: its `storage_path` and `name`
         self._reports: queue.SimpleQueue[tuple[dict[str, Any], Checkpoint | None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="declutr-reporter", daemon=True)

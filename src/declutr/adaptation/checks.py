@@ -40,8 +40,7 @@ from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
 _OWN = {"data", DOCUMENTS, PAIRS_FILE, PAIRS_DATA, "candidates", "folds", "scores", ENCODER, REPORT}
-_OWN |= {"result.json", "lock.json"}
-"""Names that an adaptation writes to its folder, beside its state."""
+_OWN |= {"result.json", "lock.json"}  # names that an adaptation writes to its folder, beside its state
 _WRITTEN = [PAIRS_FILE, REPORT, "result.json", f"{ENCODER}/README.md", "candidates/run/export/README.md"]
 _WRITTEN += ["folds/0/data/plan.json"]
 """Files of every format that documents may have; `prepare` looks for those of the data itself."""

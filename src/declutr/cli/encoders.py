@@ -39,12 +39,8 @@ def _in_options() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        lines = [re.sub(r"^(\w+) = ", _option, line) for line in error.problems]
+        lines = [re.sub(r"^(\w+) = ", lambda m: f"--{m[1].replace('_', '-')} ", line) for line in error.problems]
         raise UsageError("\n".join(lines)) from error
-
-
-def _option(match: re.Match[str]) -> str:
-    return f"--{match[1].replace('_', '-')} "
 
 
 def run_embed(arguments: list[str]) -> int:

@@ -49,13 +49,9 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class RunLock(Watcher):
-    """Holds a folder while its block runs.
+    """Holds a folder, which must exist, while its block runs, with a heartbeat every `beat_seconds`.
 
-    Args:
-        run: the folder; it must exist.
-        lost: called from a thread when another command has taken over the lock because this process was suspended for
-            more than a minute.
-        beat_seconds: time between two heartbeats.
+    `lost` is called from a thread when another command took the lock, as this one was suspended for more than a minute.
     """
 
     _ADVICE = "wait for it, stop it, or name another folder"
@@ -155,14 +151,7 @@ class RunLock(Watcher):
 
 
 class StoreLock(RunLock):
-    """Holds an address of an object store while its block runs.
-
-    Args:
-        remote: the address of a run or of an output.
-        lost: called from a thread when another command has taken over the address, because this one could not renew
-            its lock for more than a minute.
-        beat_seconds: time between two heartbeats.
-    """
+    """As `RunLock`, of an address of an object store; a lock that cannot be renewed for a minute is lost, too."""
 
     _ADVICE = "wait until it ends (a minute if its host is gone), or name another address"
 

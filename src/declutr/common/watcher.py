@@ -5,14 +5,9 @@ from typing import Self
 
 
 class Watcher:
-    """Calls `look` every few seconds in a daemon thread while its block runs. A subclass defines `look`.
+    """Calls `look`, which a subclass defines, in a daemon thread every `seconds` while its block runs.
 
-    An error in `look` ends the thread; Python prints its traceback.
-
-    Args:
-        seconds: pause between two calls.
-        name: name of the thread.
-        at_once: also call before the first pause.
+    With `at_once` also before the first pause. An error in `look` ends the thread; Python prints its traceback.
     """
 
     def __init__(self, seconds: float, name: str, at_once: bool = False) -> None:

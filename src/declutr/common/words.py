@@ -8,8 +8,7 @@ _MOST_CHARACTERS = 255
 _MARKS = "".join(sign for sign in map(chr, range(0x300, 0x20000)) if unicodedata.category(sign)[0] == "M")
 """Vowel signs and accents that follow a letter, which `\\w` leaves out."""
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_UNSPACED += "\U00020000-\U0003ffff"
-"""Scripts written without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
+_UNSPACED += "\U00020000-\U0003ffff"  # scripts without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese
 _LETTER = rf"[^\W{_UNSPACED}]"
 _WORD = re.compile(rf"[{_UNSPACED}]+|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 _PLAIN_WORD = re.compile(r"\w+")

@@ -96,8 +96,7 @@ class SearchIndex:
         self._vectors = StoredVectors(folder / VECTORS, self.facts.rows, self.facts.size, self.facts.dtype)
         hybrid = self.facts.hybrid
         self._words = StoredWords(folder, self.facts.rows, hybrid.kind) if hybrid else None
-        self.weight = hybrid.weight if hybrid else 0.0
-        """Weight of the words; 0 without words."""
+        self.weight = hybrid.weight if hybrid else 0.0  # of the words
 
     def check(self, encoder: SentenceEncoder) -> None:
         """Check that an encoder made this index."""

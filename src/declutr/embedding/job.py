@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
 from declutr.common.config import load_config
-from declutr.common.console.logs import bar, get_logger
+from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
@@ -284,15 +284,7 @@ def _run(
     total = sum(unit.num_bytes for unit in units)
     left = sum(unit.num_bytes for unit, _ in todo)
     here = config.workers == 0 or (config.workers is None and sum(unit.weight for unit in units) < SMALL_MIB * _MIB)
-    with bar(
-        total=total,
-        initial=total - left,
-        desc="embed",
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
-    ) as progress:
+    with input_bar(total, total - left, "embed") as progress:
         num_texts = 0
 
         def report(texts: int, num_bytes: int) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.common.bootstrap import compare, grouped, share
+from declutr.common.bootstrap import F64, compare, grouped, share
 from declutr.common.errors import DataError
 from declutr.embedding.index import SearchIndex
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
 
-F64 = NDArray[np.float64]
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)  # 0: words may help nothing
 CHOOSING = "ndcg@10"
 

@@ -109,8 +109,7 @@ class ItemPlan:
             runs = [replace(run, encoder=alike) if run.encoder else run for run in runs]
         self.runs = [run for run in runs if not only or {*only} & {run.cell, *run.labels.values()}]
         """The runs, one seed after the other, so that every cell has one soon."""
-        self.start: TrainConfig | None = None
-        """Configuration of the run to start from, or None."""
+        self.start: TrainConfig | None = None  # configuration of the run to start from
         if start is not None:
             self._refuse_start(start, encoder)
         elif self.settings.start is not None:
@@ -118,21 +117,18 @@ class ItemPlan:
         self.shards = {
             key: self._load(f"shards {key}", source, "prepare", PipelineConfig, output=f"$DECLUTR_WORK/shards/{key}")
             for key, source in self.settings.shards.items()
-        }
-        """Configurations of the shards to prepare, by name."""
+        }  # configurations of the shards to prepare, by name
         if start is not None or only:  # shards that nothing reads are not prepared
             trained = [config for config in (self.start, *(run.config for run in self.runs)) if config]
             reading = json.dumps([config.model_dump(mode="json") for config in trained])
             self.shards = {key: config for key, config in self.shards.items() if json.dumps(config.output) in reading}
         columns = self.settings.columns or item.columns
-        self.unscored = _unscored(columns, senteval)
-        """Reason of each column that is left out, because a task has no data."""
+        self.unscored = _unscored(columns, senteval)  # reason of each column that is left out, as a task has no data
         self.columns = {heading: column for heading, column in columns.items() if heading not in self.unscored}
         less = len(self.runs) < len(runs) or not {*self.settings.seeds} <= {*seeds}
-        self.partial = less or bool(self.unscored)
-        """True if not all cells, seeds and columns of the scale are here."""
+        self.partial = less or bool(self.unscored)  # not all cells, seeds and columns of the scale are here
+        # name of the files, without its end: a part does not replace the results of the whole
         self.results = "results-part" if self.partial else "results"
-        """Name of the files with the results, without its end. A part does not replace the results of the whole."""
         official = self.settings.preset == "official"
         self.classifier = ClassifierConfig() if official else ClassifierConfig.prototyping()
 

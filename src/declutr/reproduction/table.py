@@ -69,8 +69,7 @@ class Scorer:
         self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
         """Tasks whose data are not the published ones, with their standing."""
         files = {task.task.name: [task.standing, dict(task.data.files)] for task in self._tasks if task.data}
-        self.data = hash_json(files)
-        """Hash of the tasks' files."""
+        self.data = hash_json(files)  # of the tasks' files
 
     def score(self, run: PlannedRun) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
         """Numbers of a finished run by column, the errors of their test items, and the warnings of their scoring."""

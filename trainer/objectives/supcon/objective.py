@@ -42,14 +42,9 @@ _CHUNK = 32  # rows in one forward
 def supcon(embeddings: Tensor, labels: Tensor, temperature: float, row_shard: RowShard | None = None) -> Tensor:
     """Mean over i of -1/|P_i| sum_{p in P_i} log(exp(s_ip) / sum_{a != i} exp(s_ia)), s_ij = cos(z_i, z_j) / t.
 
-    L_out of Khosla et al. (2020), eq. 2. P_i are the other rows with the label of i. With each label on two rows it is
-    NT-Xent. The loss and its gradient hold a few tiles of the N x N scores at a time.
-
-    Args:
-        embeddings: `(N, D)`.
-        labels: `(N,)` int64; every label has at least two rows.
-        temperature: t.
-        row_shard: this worker's rows, whose gradient is computed, while that of others is 0; None: all.
+    L_out of Khosla et al. (2020), eq. 2. P_i are the other rows with the label of i, at least one. With each label on
+    two rows it is NT-Xent. The loss and its gradient hold a few tiles of the N x N scores at a time. With a row shard,
+    the gradient of other workers' rows is 0.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         rows = unit_rows(embeddings)

@@ -84,3 +84,9 @@ def bar(
     if type(sys.stderr).__module__ == "ipykernel.iostream":  # each update is a message to the browser
         return tqdm(file=sys.stderr, ncols=_NOTEBOOK_COLUMNS, mininterval=1.0, **settings)
     return tqdm(file=Lines(), **(settings | {"bar_format": _LINE}))
+
+
+def input_bar(total: int, initial: int, stage: str) -> "tqdm[Any]":
+    """A bar of the bytes of an input that are done."""
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}"
+    return bar(total=total, initial=initial, desc=stage, unit="B", unit_scale=True, unit_divisor=1024, bar_format=form)

@@ -21,10 +21,8 @@ PLAN = "plan.json"  # the first file of a preparation's output
 def fetch_all(remote: Folder, local: Path) -> int:
     """Fetches everything at an address to a folder of this host that is new or empty, or holds the same files already.
 
-    The address names a folder that was sent whole, or a folder of such folders and further files, like a run.
-
-    Returns:
-        The number of files fetched.
+    The address names a folder that was sent whole, or a folder of such folders and further files, like a run. Returns
+    the number of files.
     """
     local = Path(os.path.realpath(local))  # a link stays; what it names is filled
     if local.is_mount():

@@ -230,12 +230,8 @@ class Folder:
         """Fetches the folder; it gets its name on this host when it is complete and matches its checksums.
 
         If several processes of a host request the same folder, one of them fetches it and the others wait. An existing
-        folder is kept; with `renew`, it is replaced unless it is the same.
-
-        Args:
-            local: its name on this host.
-            files: fetch only these files, of a folder that need not be complete; None: those of its list.
-            renew: see above.
+        folder is kept; with `renew`, it is replaced unless it is the same. `files` are some of a folder that need not
+        be complete; None: those of its list.
         """
         if local.exists() and not renew:
             return
