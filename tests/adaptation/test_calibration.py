@@ -63,7 +63,7 @@ def measured(rng, measure, documents, gain, each):
         else:
             queries, answers = (embedded(own, part) for part in noises)
             recall = paragraphs.recall(queries @ answers.T)
-            values.append({SENTENCES: recall[recall[:, 1] > 0]})
+            values.append({SENTENCES: recall[recall[:, 1] > 0], DISTANT: np.full(2, np.nan)})  # too short for it
     return values[0], dict(zip(ORDER, values[1:], strict=True))
 
 

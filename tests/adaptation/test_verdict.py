@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from declutr.adaptation.config import LENGTHS, STATE, AdaptConfig, Lengths, opened
 from declutr.adaptation.paragraphs import Paragraphs, paragraph_pairs
 from declutr.adaptation.passages import Passages, make_passages
-from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
+from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, SENTENCES, choose, compared, judge
 from declutr.common.bootstrap import share
 from declutr.common.errors import UsageError
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
@@ -25,6 +25,9 @@ def test_choose_takes_the_highest_score_and_of_equal_ones_the_cheapest():
     table[NAMES[3]] = {DISTANT: base + 0.001, PAIRS: table[NAMES[0]][PAIRS] + [0.001, 0]}
     assert choose(NAMES, table, DISTANT) == choose(NAMES, table, PAIRS) == NAMES[3]
     assert choose(NAMES[:3], table, DISTANT) == NAMES[0]
+    rows = zip(NAMES, (0.0, 0.2, 0.05), (0.5, 0.4, 0.4), strict=False)
+    both = {name: {DISTANT: base + far, SENTENCES: np.array([[asked, 1]])} for name, far, asked in rows}
+    assert choose(NAMES[:3], both, SENTENCES) == NAMES[1]
 
 
 def test_judge_says_how_many_documents_a_point_needs():
