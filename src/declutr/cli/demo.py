@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from declutr.common.paths import expand
 
 if TYPE_CHECKING:
     from declutr.adaptation.scores import Values, Verdict
+    from declutr.encoders.transformer import TransformerEncoder
 
 QUERIES = (
     "sort a list by a key",
@@ -48,34 +50,37 @@ def run_demo(arguments: list[str]) -> int:
     started, folder = time.monotonic(), expand(settings.run).parent
     print(summary(prepare(data), data.output), flush=True)
     export = train(settings)["export"]
-    rows, verdict = compared_with_words(Path(data.output), export, settings.seed)
+    from declutr.adaptation.candidates import load_transformer
+
+    shards, encoder = Path(data.output), load_transformer(export)
+    rows, verdict = _compared(shards, encoder, load_transformer(f"untrained:{export}"), settings.seed)
     facts = {"outcome": verdict.outcome, "documents": verdict.comparison.rows, "interval": verdict.comparison.interval}
     write_json(folder / "summary.json", rows | {"verdict": facts, "seconds": round(time.monotonic() - started)})
     print("\nrecall@1: a passage of a held-out document searches another one of it, 96 tokens away or more, among one "
           "passage of each")  # fmt: skip
     print(*(f"{name:14s}{100 * score:5.1f}" for name, score in rows.items()), sep="\n")
     print(verdict.sentence("documents"), flush=True)
-    print(*searches(Path(data.output), export), "", sep="\n")
+    print(*_searches(shards, encoder), "", sep="\n")
     print(f"{time.monotonic() - started:.0f} s in all; {folder}/summary.json")
     print(f"the encoder: declutr.load({str(export)!r})", flush=True)
     return 0
 
 
-def compared_with_words(data: Path, export: str, seed: int) -> "tuple[dict[str, float], Verdict]":
-    """Scores of the encoder, of the same one untrained and of words on held-out documents, and the verdict."""
-    from declutr.adaptation.candidates import load_transformer
+def _compared(
+    data: Path, encoder: "TransformerEncoder", untrained: "TransformerEncoder", seed: int
+) -> "tuple[dict[str, float], Verdict]":
+    """Scores of both encoders and of words on held-out documents, and the verdict."""
     from declutr.adaptation.config import LENGTHS, Lengths
     from declutr.adaptation.passages import make_passages
     from declutr.adaptation.scores import DISTANT, STATISTICS, TestSet, judge
     from declutr.evaluation.retrieval.compare import BM25, IDF
 
-    encoder = load_transformer(export)
     texts = [text for _, text in _documents(data, "held-out", encoder.tokenizer)]
     longest = encoder.max_tokens - encoder.tokenizer.num_special_tokens_to_add()  # of --config, which may be short
     test = TestSet(make_passages(texts, encoder.tokenizer, lengths=Lengths(min(LENGTHS.passage, longest))))
     words = test.lexical()
     values: dict[str, Values] = {
-        "untrained": test.encoder(load_transformer(f"untrained:{export}")),
+        "untrained": test.encoder(untrained),
         "trained": test.encoder(encoder),
         "BM25": words[BM25],
         "IDF cosine": words[IDF],
@@ -87,12 +92,10 @@ def compared_with_words(data: Path, export: str, seed: int) -> "tuple[dict[str, 
     )
 
 
-def searches(data: Path, export: str) -> Iterator[str]:
+def _searches(data: Path, encoder: "TransformerEncoder") -> Iterator[str]:
     """The nearest beginning of a document to each of five queries, for the eye."""
-    from declutr.encoders.loading import load_encoder
     from declutr.encoders.protocol import unit_rows
 
-    encoder: Any = load_encoder(export)
     documents = [row for split in ("train", "held-out") for row in _documents(data, split, encoder.tokenizer, 62)]
     vectors = unit_rows(encoder.encode([text for _, text in documents]))
     yield f"\nfive searches of the beginnings of {len(documents):,} documents"
@@ -105,9 +108,10 @@ def _documents(data: Path, split: str, tokenizer: Any, most_tokens: int | None =
     """Source and text of each document of a split, or the beginning of its text."""
     import numpy as np
 
-    from declutr.pipeline.shards.shards import ShardSet
+    from declutr.pipeline.shards.shards import ShardSet, ragged
 
     shards = ShardSet(data, split)
     rows = shards.take(np.arange(shards.num_documents))
-    tokens = [ids[:most_tokens] for ids in rows.column("tokens").to_pylist()]
-    return list(zip(rows.column("source").to_pylist(), tokenizer.batch_decode(tokens), strict=True))
+    tokens, offsets = ragged(rows.column("tokens"))
+    ids = [tokens[start:end][:most_tokens].tolist() for start, end in pairwise(offsets.tolist())]
+    return list(zip(rows.column("source").to_pylist(), tokenizer.batch_decode(ids), strict=True))
