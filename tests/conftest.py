@@ -13,7 +13,7 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a local session would otherwise write a token to the home folder
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: Triton runs it without a GPU
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # `precision: auto` is float32 on every machine
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # `precision: auto` is float32 on every machine
 if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of tests on two cores: threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

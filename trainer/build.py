@@ -153,19 +153,20 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """True if a device has units of its own for products in bfloat16: a GPU's, or AMX of this machine's CPU.
+    """True if a device has units of its own for products in bfloat16: a GPU's, or AMX or AVX-512 of this machine's CPU.
 
-    A CPU without AMX takes longer for them than for those in float32.
+    Another CPU takes longer for them than for those in float32.
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    has_amx = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-    return has_amx and allows_amx(os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
+    # a CPU with AMX has these units of AVX-512, too
+    has_units = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    return has_units and allows_bf16(os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
 
 
-def allows_amx(max_isa: str) -> bool:
-    """True if oneDNN, which computes a CPU's products in bfloat16, may use AMX by its variable `ONEDNN_MAX_CPU_ISA`."""
-    return "AMX" in max_isa.upper() or max_isa.upper() in ("ALL", "DEFAULT")
+def allows_bf16(max_isa: str) -> bool:
+    """True if `ONEDNN_MAX_CPU_ISA` lets oneDNN, which computes a CPU's products in bfloat16, use units for them."""
+    return max_isa.upper() in ("ALL", "DEFAULT") or any(unit in max_isa.upper() for unit in ("BF16", "FP16", "AMX"))
 
 
 def build_train_steps(

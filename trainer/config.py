@@ -138,7 +138,7 @@ class TrainConfig(Strict):
     """Passes over the corpus, if `steps` is null; both null: 1."""
     precision: AnyPrecision = "auto"
     """fp32: float32. bf16: matrix products of the forward in bfloat16. auto: bf16 if every worker has units for it
-    (GPU, AMX), else fp32."""
+    (GPU, AMX, AVX-512 BF16), else fp32."""
     seed: int = Field(default=0, ge=0)
     """Seed of new weights, order, spans, masks and dropout."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"

@@ -302,7 +302,11 @@ def test_settings_of_the_file_are_those_of_an_adaptation():
     longer = config.model_copy(update={"passage_tokens": 254})
     assert longer.prepare_config(Path("data")).geometry.max_tokens == 256
     spans = longer.train_config(Path("data"), Path("run"), 10, "cls", ("", "")).spans
-    assert (spans.min_tokens, spans.max_tokens, spans.query_tokens) == (128, 256, (4, 16))
+    assert (spans.min_tokens, spans.max_tokens, spans.query_tokens) == (128, 256, (4, 24))
+    shorter = config.model_copy(update={"passage_tokens": 30}).train_config(
+        Path("data"), Path("run"), 10, "cls", ("", "")
+    )
+    assert (shorter.spans.min_tokens, shorter.spans.query_tokens) == (16, (4, 16))
     assert (train.batch_documents, train.steps, train.epochs, train.seed) == (64, 10, None, 7)
     assert (train.export, train.validation.every_steps, train.encoder.pooling) == ("last", 0, "cls")
 

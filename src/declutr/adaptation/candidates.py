@@ -53,7 +53,7 @@ RUN = "run"  # name of the folder of the training, among those of the candidates
 POWER = 0.25  # power of the inverse covariance; 0.5 whitens completely
 SHRINKAGE = 0.1  # weight of the identity that is added to the covariance
 _PASSAGES = 4  # passages of a document that the covariance is computed from, spread evenly over it
-_PASSES = 10  # passes over the training documents, if there is time; more were not measured
+_PASSES = 20  # passes over the training documents, if there is time; more were not measured
 _LEAST_STEPS = 20  # a shorter training is not started
 _STEP_COST = 3.75  # time of a step relative to the embedding of as many tokens: the backward, and the update
 _LOAD_SECONDS = 60.0  # seconds that a start of the training takes beside its steps, with room for a slow machine
@@ -103,13 +103,13 @@ def document_prompt(encoder: TransformerEncoder) -> str:
 def steps_within(
     seconds: float, tokens_per_second: float, num_documents: int, window_tokens: int = LENGTHS.window
 ) -> int:
-    """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
+    """Steps of twenty passes, or as many as the time suffices for; 0 if fewer than 20.
 
     About a third of the seconds is for what follows the training; the tokens per second are the start's in a forward.
     """
-    # A span has from half a window to a window: on average 5/6 for anchors (Beta(4, 2)) and 4/6 for positives
-    # (Beta(2, 4)), so 3/4 for both; and 2 special tokens.
-    step_tokens = 2 * BATCH_DOCUMENTS * (3 * window_tokens // 4 + 2)
+    # On average a query has 14 tokens, another anchor 5/6 of a window (Beta(4, 2)), a positive 4/6 (Beta(2, 4)): with
+    # three queries of four anchors about half a window each; and 2 special tokens.
+    step_tokens = 2 * BATCH_DOCUMENTS * (window_tokens // 2 + 2)
     training_seconds = seconds * 2 / 3 - _LOAD_SECONDS
     steps = int(training_seconds * tokens_per_second / (step_tokens * _STEP_COST))
     if steps < _LEAST_STEPS:

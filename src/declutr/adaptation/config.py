@@ -80,8 +80,8 @@ class AdaptConfig(Strict):
     passage_tokens: int = Field(default=LENGTHS.passage, ge=30, le=8190)
     # Time for everything, also over several starts of the command; it decides the number of training steps.
     minutes: float = Field(default=30, gt=0, le=10_000)
-    # Steps of the training; null: ten passes over the documents, or as many as there is time for. 0: none, so that only
-    # the closed form is tried.
+    # Steps of the training; null: twenty passes over the documents, or as many as there is time for. 0: none, so that
+    # only the closed form is tried.
     steps: int | None = Field(default=None, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)  # seed of the split, the training and the intervals
     private: bool = False  # write no text of the documents to the report
@@ -177,6 +177,8 @@ class AdaptConfig(Strict):
         }
         window = self.lengths.window
         settings["spans"] |= {"min_tokens": window // 2, "max_tokens": window}
+        if queries := settings["spans"].get("query_tokens"):  # as short as the shortest other anchor, at most
+            settings["spans"]["query_tokens"] = [min(tokens, window // 2) for tokens in queries]
         if pairs is not None:
             temperature = file["objective"]["loss"]["temperature"]
             objective = {"kind": "simcse", "supervised": True, "hard_negatives": False, "head": False}

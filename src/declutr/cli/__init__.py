@@ -19,7 +19,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--precision": {
         "choices": PRECISIONS,
         "default": "auto",
-        "help": "bf16 by default on GPUs and with AMX; fp32 is exact",
+        "help": "bf16 by default on GPUs, and on CPUs with units for it; fp32 is exact",
     },
     "--query-prompt": {"metavar": "TEXT", "help": "text before every query (the encoder's own)"},
     "--document-prompt": {"metavar": "TEXT", "help": "text before every text to be searched (the encoder's own)"},

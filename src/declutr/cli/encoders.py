@@ -177,8 +177,8 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
     parser.add_argument("--passage-tokens", type=int, help="tokens of a passage, at most the encoder's window (62)")
     parser.add_argument("--minutes", type=float, help="time for everything (30)")
-    parser.add_argument("--steps", type=int, help="steps of the training (ten passes, or as many as there is time for);"
-                        " 0: the closed form alone")  # fmt: skip
+    parser.add_argument("--steps", type=int, help="steps of the training (twenty passes, or as many as there is time"
+                        " for); 0: the closed form alone")  # fmt: skip
     parser.add_argument("--stsb", metavar="FOLDER", help="STS-B's sts-test.csv: measures what was lost in general")
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.add_argument("--train-on-pairs", action="store_true", help="train on a third of --pairs, too")

@@ -272,7 +272,7 @@ class EncoderChoice(Strict):
     max_tokens: int | None = Field(default=None, ge=1)
     long_texts: LongTexts = "cut"  # treatment of longer texts: cut them, or read them in windows and average by tokens
     # Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999) and on a CPU
-    # with AMX (at least 0.9999), else fp32.
+    # with AMX or AVX-512 BF16 (at least 0.9999), else fp32.
     precision: AnyPrecision = "auto"
     # Use of the texts, which decides the encoder's prompt before them: query, or document (texts to be searched).
     role: Role | None = None
