@@ -105,10 +105,7 @@ def load_tokenizer(
 
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
-    """The untrained encoder of a configuration, in a layout that fits it.
-
-    Weights from scratch are the same on every worker.
-    """
+    """The untrained encoder of a configuration, in a fitting layout; weights from scratch are equal on every worker."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
     hf = load_hf_config(config.encoder, len(tokenizer), ids)

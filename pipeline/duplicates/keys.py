@@ -205,11 +205,7 @@ class Documents:
 
 
 def number(folder: Path, units: Sequence[str]) -> tuple[Documents, list[str], int]:
-    """Numbers the documents of units, given in plan order.
-
-    Returns:
-        The numbered documents, the digest of every unit's keys, and the number of keys.
-    """
+    """Numbers the documents of units in plan order; returns them, the digest of every unit's keys, and their number."""
     counts, digests, num_keys = [0], [], 0
     for unit in units:
         keys = open_keys(folder, unit)

@@ -39,11 +39,7 @@ def find_duplicates(
     host_keys: Callable[[], Path] | None = None,
     labels: list[str] | None = None,  # labels whose rows are kept, which the result records; None: all
 ) -> Path:
-    """Finds the documents to drop.
-
-    Returns:
-        Path of `duplicates.arrow` (pipeline/duplicates/pairs.py). Its bytes depend only on keys and settings.
-    """
+    """Finds the documents to drop; returns `duplicates.arrow`, whose bytes depend only on keys and settings."""
     result = folder / DUPLICATES
     documents, digests, num_keys = number(folder, units)
     num_buckets = max(1, -(-num_keys // KEYS_PER_BUCKET))

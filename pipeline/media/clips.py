@@ -41,10 +41,7 @@ _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
-    """A clip as the shards hold it.
-
-    At most `content.max_seconds` are read, whatever length the header gives.
-    """
+    """A clip as the shards hold it. At most `content.max_seconds` are read, whatever length the header gives."""
     if not data:
         raise UnsuitableError(EMPTY, "the file has no bytes")
     mono, rate, was_cut = _read(data, content.max_seconds)
@@ -196,10 +193,7 @@ def _filters(sample_rate: int, num_mel_bins: int, frame_length: int) -> tuple[ND
 
 
 def check_ogg(data: bytes) -> None:
-    """Checks that a file is one stream with all its pages; bytes before, between and after pages are skipped.
-
-    The time is linear in the size of the file.
-    """
+    """Checks in linear time that a file is one stream with all its pages; bytes outside of pages are skipped."""
     streams, flags, at = 0, 0, data.find(_CAPTURE)
     while at >= 0:
         flags, end = _page(data, at)

@@ -1,7 +1,4 @@
-"""The records of one part: its bytes opened and decompressed, its format detected by content and name, then read.
-
-`READERS` has the reader of each format.
-"""
+"""The records of one part: opened, decompressed, its format detected by content and name, read by one of `READERS`."""
 
 import codecs
 import json

@@ -76,11 +76,7 @@ def mask_tokens(
     anchor: I64,  # `(t,)` number of the token's span in its document
     place: I64,  # `(t,)` place of the token in its span, below 2**20
 ) -> tuple[I64, NDArray[np.bool_]]:
-    """Masked copy of the tokens, and the selection of tokens to be predicted.
-
-    Returns:
-        `(t,)` new ids, and `(t,)` true for selected tokens.
-    """
+    """Masked copy: `(t,)` new ids, and `(t,)` true for the tokens that are selected for prediction."""
     index = (anchor * _SPAN_STRIDE + place).astype(np.uint64)  # the place in the span, not in the batch
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
     # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.

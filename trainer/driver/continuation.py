@@ -126,10 +126,7 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
 
 
 def run_problems(plan: RunPlan) -> list[str]:
-    """Problems of a folder that holds a run of another configuration.
-
-    A run without a checkpoint has computed nothing yet, so that its settings may still change.
-    """
+    """Problems of a folder with a run of another configuration, which may change while there is no checkpoint."""
     config, run = plan.config, plan.folder
     remote = is_remote(config.run)  # the copy here may lack its checkpoints
     began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)

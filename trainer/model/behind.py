@@ -62,10 +62,7 @@ Step = Dense | Normalize
 
 
 def write_steps(folder: Path, steps: Iterable[nn.Module]) -> None:
-    """Adds `Step`s, dense layers with their activations and normalisations, to an exported encoder, in their order.
-
-    A normalisation of what is normalised already is left out.
-    """
+    """Adds `Step`s to an exported encoder, in their order, without a normalisation of what is normalised already."""
     modules = read_json(folder / "modules.json")
     scaled = False
     for step in steps:

@@ -133,11 +133,7 @@ def draining(nodes: set[str]) -> str | None:
 
 
 def drain_node(node: str, reason: str, end: float) -> str | None:
-    """Tells Ray that a node ends at a Unix time, so that nothing new is started there.
-
-    Returns:
-        None, or why Ray refuses.
-    """
+    """Tells Ray that a node ends at a Unix time, so that nothing new starts there; None, or why Ray refuses."""
     from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
     accepted, why = head().drain_node(node, DRAIN_NODE_REASON_PREEMPTION, reason, int(end * 1000))

@@ -160,11 +160,7 @@ def work(
     notice: Callable[[], str | None],  # returns the reason to save and stop, or None
     reporter: Reporter | None = None,  # reports checkpoints to Ray Train; None: this process trains alone, without Ray
 ) -> dict[str, Any] | None:
-    """Trains from the newest checkpoint to the last step, or to an earlier end.
-
-    Returns:
-        As `train_loop`.
-    """
+    """Trains from the newest checkpoint to the last step, or to an earlier end; returns as `train_loop`."""
     comm = Communicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism)
     with heartbeat.doing("fetching"):
         plan = RunPlan.of(config)

@@ -214,10 +214,7 @@ def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str])
 
 
 def drop_moved(data: Path, documents: Path) -> None:
-    """Removes shards that were prepared before their adaptation was moved, so that they are prepared again.
-
-    `prepare` counts the path of its input among its settings.
-    """
+    """Removes shards prepared before their adaptation was moved: `prepare` counts its input's path as a setting."""
     if (data / PLAN).is_file() and read_json(data / PLAN)["config"]["corpus"]["paths"] != [str(documents)]:
         shutil.rmtree(data)
 

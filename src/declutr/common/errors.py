@@ -81,11 +81,7 @@ class TrainingFailedError(DeclutrError, RuntimeError):
 
 
 class RunStoppedError(DeclutrError, RuntimeError):
-    """The run stopped on request; the same command continues it.
-
-    Attributes:
-        status: exit status of the command.
-    """
+    """The run stopped on request; the same command continues it. `status` is the exit status of the command."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

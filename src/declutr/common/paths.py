@@ -61,10 +61,7 @@ def path_argument(text: str) -> Path:
 
 
 def check_there(paths: Iterable[str | os.PathLike[str] | None]) -> None:
-    """Checks that files or folders of a command line exist, before the command's libraries are loaded.
-
-    Addresses and globs are left to those who read them.
-    """
+    """Checks that paths of a command line exist, before libraries load; addresses and globs are for their readers."""
     problems = []
     for path in (os.fspath(path) for path in paths if path):
         if "://" in path or has_magic(path) or os.path.lexists(place := expand(path)):

@@ -250,10 +250,7 @@ def _assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfi
 
 
 def write_npy_header(stream: BinaryIO, shape: tuple[int, int], dtype: DTypeLike) -> None:
-    """Start an .npy file whose rows are written one after the other.
-
-    A file mapped for writing would end the process on a full disk.
-    """
+    """Start an .npy file whose rows follow one by one: one mapped for writing would end the process on a full disk."""
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)
 

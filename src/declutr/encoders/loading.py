@@ -191,10 +191,7 @@ def start_of(path: Path) -> str:
 
 
 def _load_exported(path: Path, options: str) -> SentenceEncoder | None:
-    """The encoder of a folder of `declutr export`; None if the folder is another.
-
-    `options` are those that the export has fixed, as they were given.
-    """
+    """The encoder of a folder of `declutr export`, else None; `options` are those it has fixed, as they were given."""
     kind: type[OnnxEncoder | StaticEncoder] = OnnxEncoder
     if not (path / ONNX_SETTINGS).is_file():
         try:

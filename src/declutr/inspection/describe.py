@@ -78,10 +78,7 @@ _SHOWN = 20
 
 
 def locate(folder: Path, document: str) -> Iterator[str]:
-    """Describe every document of prepared shards that `document` names.
-
-    `document` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
-    """
+    """Describe the documents that `document` names: a hexadecimal id or its beginning, a source, or `SOURCE:OFFSET`."""
     manifest = load_manifest(folder)
     unit_noun = size_noun(manifest.content.kind)
     of_text, done = (" of text", "tokenized") if manifest.tokenizer else (" of its file", "decoded")

@@ -94,10 +94,7 @@ def entries(shards: ShardSet, document: str) -> Iterator[tuple[int | None, str]]
 
 
 def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
-    """The order of the run in a folder, or of the run that a YAML file configures.
-
-    Addresses in the configuration are not opened.
-    """
+    """The order of the run in a folder, or that a YAML file configures, whose addresses are not opened."""
     config = (
         stored_config(path, overrides) if path.is_dir() else load_config(str(path), "train", TrainConfig, overrides)
     )

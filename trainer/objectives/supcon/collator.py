@@ -1,7 +1,4 @@
-"""Two views of images and sounds, cut into patches.
-
-Legend: n rows of the shards, S = 2n clips, F values of a patch.
-"""
+"""Two views of images and sounds, cut into patches. Legend: n rows of the shards, S = 2n clips, F values of a patch."""
 
 from dataclasses import dataclass
 from hashlib import blake2b

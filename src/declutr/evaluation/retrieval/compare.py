@@ -158,10 +158,7 @@ def differences(first: RetrievalScores, second: RetrievalScores) -> dict[str, Co
 def write_comparison(
     test: RetrievalTest, scored: Sequence[RetrievalScores], encoders: Sequence[str], folder: Path
 ) -> str:
-    """Write `pairs.json` and `pairs.md`; return the table.
-
-    Every further encoder is compared with the first of `encoders`.
-    """
+    """Write `pairs.json` and `pairs.md`, each encoder compared with the first of `encoders`; return the table."""
     rows = {row.name: row for row in scored}
     comparisons = {name: differences(rows[encoders[0]], rows[name]) for name in encoders[1:]}
     facts = {name: row.facts() for name, row in rows.items()}

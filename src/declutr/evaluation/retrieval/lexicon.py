@@ -23,10 +23,7 @@ _K1, _B = 1.2, 0.75
 
 
 def rarities(kind: LexicalKind, in_texts: F64, total: int) -> F64:
-    """Weight of each word by the number n of texts with it.
-
-    bm25: ln(1 + (N - n + 0.5) / (n + 0.5)). idf: ln(1 + N / n).
-    """
+    """Weight of each word in n texts. bm25: ln(1 + (N - n + 0.5) / (n + 0.5)). idf: ln(1 + N / n)."""
     # 0 texts: a word of the query alone
     odds = (total - in_texts + 0.5) / (in_texts + 0.5) if kind == "bm25" else total / np.maximum(1, in_texts)
     weights: F64 = np.log1p(odds)

@@ -162,10 +162,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of one encoder under one protocol, by task.
-
-    `missing` has the reason for each missing result: no data, refused data, or not requested.
-    """
+    """Results of an encoder under a protocol, by task; `missing` says why: no data, refused data, or not requested."""
 
     encoder: str
     protocol: Protocol
