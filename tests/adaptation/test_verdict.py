@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from declutr.adaptation.config import LENGTHS, STATE, AdaptConfig, Lengths, opened
 from declutr.adaptation.paragraphs import Paragraphs, paragraph_pairs
 from declutr.adaptation.passages import Passages, make_passages
-from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, SENTENCES, choose, compared, judge
+from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
 from declutr.common.bootstrap import share
 from declutr.common.errors import UsageError
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
@@ -18,16 +18,15 @@ from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 NAMES, DOCUMENTS = [f"candidate {number}" for number in range(6)], 250
 
 
-def test_choose_takes_the_highest_score_and_of_equal_ones_the_cheapest():
-    base = np.append(np.random.default_rng(0).beta(2, 2, DOCUMENTS), np.nan)  # the last document has no distant pair
+def test_choose_takes_the_dearest_unless_a_cheaper_one_is_measurably_better():
+    rng = np.random.default_rng(0)
+    base = np.append(rng.beta(2, 2, DOCUMENTS), np.nan)  # the last document has no distant pair
     table = {name: {DISTANT: base, PAIRS: np.stack([base, np.ones(len(base))], axis=1)} for name in NAMES}
-    assert choose(NAMES, table, DISTANT) == choose(NAMES, table, PAIRS) == NAMES[0]
-    table[NAMES[3]] = {DISTANT: base + 0.001, PAIRS: table[NAMES[0]][PAIRS] + [0.001, 0]}
-    assert choose(NAMES, table, DISTANT) == choose(NAMES, table, PAIRS) == NAMES[3]
-    assert choose(NAMES[:3], table, DISTANT) == NAMES[0]
-    rows = zip(NAMES, (0.0, 0.2, 0.05), (0.5, 0.4, 0.4), strict=False)
-    both = {name: {DISTANT: base + far, SENTENCES: np.array([[asked, 1]])} for name, far, asked in rows}
-    assert choose(NAMES[:3], both, SENTENCES) == NAMES[1]
+    shifts = [(0, NAMES[-1]), (rng.normal(0.01, 0.3, len(base)), NAMES[-1]), (0.02, NAMES[3])]
+    for shift, chosen in shifts:  # the second is higher, and its interval contains 0
+        table[NAMES[3]] = {DISTANT: base + shift, PAIRS: np.stack([base + shift, np.ones(len(base))], axis=1)}
+        assert choose(NAMES, table, DISTANT, 0) == choose(NAMES, table, PAIRS, 0) == chosen
+        assert choose(NAMES[:1], table, DISTANT, 0) == NAMES[0]
 
 
 def test_judge_says_how_many_documents_a_point_needs():

@@ -216,7 +216,7 @@ class _Adaptation:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
         scored = self._development(development)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
-        chosen = choose(candidates, scored, self.primary)
+        chosen = choose(candidates, scored, self.primary, self.config.seed)
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         # counted before the scores: a stop after them is a look, too
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
