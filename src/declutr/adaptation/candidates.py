@@ -24,6 +24,7 @@ from declutr.adaptation.checks import drop_moved, own_words
 from declutr.adaptation.config import (
     BATCH_DOCUMENTS,
     DOCUMENTS,
+    LEAST_PASSAGE,
     LENGTHS,
     PAIRS_DATA,
     PAIRS_FILE,
@@ -79,11 +80,13 @@ def load_start(config: AdaptConfig) -> TransformerEncoder:
     start = load_transformer(config.encoder, config.trust_remote_code)
     if (start.prompt or role_prompts(start.prompts)) and not start.pools_prompt:
         raise UsageError(f"{config.encoder}: leaves its prompt out of the pooling, which a training does not")
-    needed = config.lengths.window + len(prompt_ids(start.tokenizer, document_prompt(start)))
-    if needed > start.max_tokens:
+    passage = config.passage_tokens
+    added = config.lengths.window - passage + len(prompt_ids(start.tokenizer, document_prompt(start)))
+    if (most := start.max_tokens - added) < passage:
+        few = "name an encoder that reads longer texts" if most < LEAST_PASSAGE else "lower it"
         raise UsageError(
-            f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have {needed}; "
-            f"{'lower --passage-tokens' if needed > LENGTHS.window else 'name an encoder that reads longer texts'}"
+            f"--passage-tokens {passage}: at most {most} for {config.encoder}, which reads {start.max_tokens} with "
+            f"{added} of special tokens and prompt; {few}"
         )
     if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
         raise UsageError(
