@@ -141,6 +141,7 @@ def test_config_reports_every_problem_at_once(load):
         (["name=my", "folder"], ("'folder'", "key=value", "quotes")),
         (["inputs=[a", "lwo=2"], ("inputs", "'[a'", "YAML", "lwo", "unknown key", "`low`")),
         *[([text], (f"{text!r}", "key=value")) for text in ("=3", "inner.size", "")],
+        (["“low=2”"], ("quotation mark (“)", "write 'low=2'")),
         (["high.x=1"], ("high.x", "holds 1", "section")),
     ],
 )

@@ -81,6 +81,7 @@ OTHERS = [
     (["export", "shards", "--to", "onnx", "--output", "out"], "shards holds prepared shards, not an encoder"),
     (["evaluate", "hashed-words:4", "--data", "nowhere"], "--data nowhere: no such folder; `declutr evaluate --downlo"),
     (["index", "e.npy", "--outp", "new"], "--outp is unknown, did you mean `--output`?"),  # a beginning is no name
+    (["index", "e.npy", "–output=new"], "not with `–`; write `--output`"), (["train", "good.yaml", "-plan"], "`--plan`"),
     (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr copy gs://bucket/x FOLDER"),
     (["report", "gcs://bucket/x"], "declutr report reads folders: declutr copy gcs://bucket/x FOLDER"),
     (["copy", "file.txt", "out"], "neither is an address"), (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),

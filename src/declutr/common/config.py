@@ -18,6 +18,7 @@ SECTIONS = ("prepare", "train")
 Precision = Literal["fp32", "bf16"]
 AnyPrecision = Literal["auto", "fp32", "bf16"]
 _MAX_DEPTH = 64  # as in a file (`MAX_DEPTH` of yamlfile.py)
+_CURLY = "“”„‘’"  # quotation marks of word processors and web pages, which no shell removes
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 
 
@@ -145,6 +146,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     key, equals, value = text.partition("=")
     if not equals or not key:
         return f"override {text!r} is not of the form key=value (no spaces around =, quotes around a value with spaces)"
+    if key[0] in _CURLY:
+        return f"override {text!r} begins with a typographic quotation mark ({key[0]}); write '{text.strip(_CURLY)}'"
     try:
         parsed = read_yaml(value)
     except YamlError as error:
