@@ -107,6 +107,11 @@ def test_finished_units_are_promised_only_if_there_are_some(place, monkeypatch, 
     assert ("Finished units are kept" in str(failure.value)) == units
 
 
+def test_a_device_is_refused_before_the_encoder_is_looked_for():
+    with pytest.raises(declutr.EncoderError, match=all_of("device = gpu", "must be cpu or cuda", "`cuda`")):
+        declutr.load("./nowhere", device="gpu")
+
+
 @pytest.mark.usefixtures("place")
 def test_trust_is_true_or_false():
     for value in ("yes", 1):

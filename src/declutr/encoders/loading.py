@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from declutr.common.config import AnyPrecision
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
-from declutr.common.errors import DamagedError, EncoderError
+from declutr.common.errors import DamagedError, EncoderError, suggest
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
@@ -77,7 +77,13 @@ def load_encoder(
     document_prompt: str | None = None,  # text before every text to be searched, instead of the encoder's own
 ) -> SentenceEncoder:
     """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`."""
-    name = str(name)
+    name, has_gpu = str(name), torch.cuda.is_available()
+    device = device or ("cuda" if has_gpu else "cpu")
+    try:
+        if torch.device(device).type == "cuda" and not has_gpu:
+            raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
+    except RuntimeError as error:  # torch does not know the name
+        raise EncoderError(f"device = {device}: must be cpu or cuda{suggest(device, ('cpu', 'cuda'))}") from error
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise EncoderError(f"trust_remote_code = {trust_remote_code!r}: must be True or False")
     if name.startswith("~"):
@@ -125,13 +131,6 @@ def load_encoder(
         raise EncoderError(
             f"max_tokens = {max_tokens}: {name} needs {min_tokens} for one token with its special tokens"
         )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        there = torch.device(device).type != "cuda" or torch.cuda.is_available()
-    except RuntimeError:  # torch does not know the name
-        there = False
-    if not there:
-        raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
     # of a checkpoint, which has no such file
     declared = prompt_settings(encoder.prompts, encoder.config.prompt, encoder.config.query_prompt)
     prompts = recipe.prompts if recipe else declared["prompts"]
