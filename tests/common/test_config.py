@@ -182,6 +182,8 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("low=010", ("low", "'010'", "YAML", "ambiguous")),
         ("inputs=[*.txt]", ("*", "quotes")),
         ("inputs=a.txt", "[a.txt]"),
+        ("inputs=a,b", ("write [a,b]", "'[\"a,b\"]' for one name")),
+        ("inputs=a*,b", "write '[\"a*\", \"b\"]'"),
         ("name=12", "name='\"...\"'"),
         ("low=11", ("low = 11", "at most", "high = 10")),
         ("name=", ("name = None", "empty")),

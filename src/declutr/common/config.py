@@ -257,8 +257,10 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 text = item["input"]
+                names = text.replace(",", '", "')
                 # a shell expands * and ?, and YAML cuts at a comma
-                message += f": write '[\"{text}\"]'" if {*"*?,"} & {*str(text)} else f": write [{text}]"
+                message += f": write '[\"{names}\"]'" if {*"*?"} & {*text} else f": write [{text}]"
+                message += f", or '[\"{text}\"]' for one name with a comma" if "," in text else ""
         lines.setdefault(prefix, []).append(message)
     return [prefix + "; or: ".join(dict.fromkeys(messages)) for prefix, messages in lines.items()]
 
