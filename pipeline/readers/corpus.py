@@ -277,10 +277,12 @@ def missing(names: Names, present: Sequence[str], what: str = "column") -> str |
             # a surrogate cannot be written
             whole = [item.encode("utf-8", "backslashreplace").decode() for item in present]
             hint = suggest(name, whole)
-            if len(whole) == 1 and "\t" in whole[0]:  # the header was not cut
+            if what == "column" and whole[0].startswith("{"):
+                hint = "; its lines are JSON: set corpus.format to jsonl"
+            elif len(whole) == 1 and "\t" in whole[0]:  # the header was not cut
                 hint = "; its columns are separated by tabs: set corpus.format to tsv"
             elif len(whole) == 1 and ";" in whole[0]:
-                hint = "; its columns are separated by ;, and CSV needs commas"
+                hint = "; its columns are separated by ;: write `sep=;` as its first line, or convert it to commas"
             return f"no {what} {name!r}; found {shorten(', '.join(whole), _SHOWN_CHARACTERS)}{hint}"
     return None
 

@@ -149,7 +149,8 @@ def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, pa
 
 def _column_problem(file: Input, rows: TextRows | BlobRows, problem: str) -> str:
     """The problem of a table without the column of a text, image or clip; each of its rows gives a failure."""
-    remedy = "; name another one, or several to join" if isinstance(rows, TextRows) else ""
+    is_of_name = isinstance(rows, TextRows) and "; its " not in problem  # what `missing` says of the file is no name's
+    remedy = "; name another one, or several to join" if is_of_name else ""
     return f"{rows.setting} = {rows.setting_value}: {file.path}: {problem}{remedy}"
 
 
@@ -358,10 +359,12 @@ def _unknown(file: Input, rules: Rules, head: Head) -> Cut:
         endings = " ".join(rules.suffixes)
         problem = f"corpus.paths: {file.path!r}: {rules.blobs.kind} are read from {endings} and from archives of them"
     elif problem is None or rules.keys or bare_suffix(file.source) not in DOCUMENT_SUFFIXES:
-        problem = (
-            f"corpus.paths: the format of {file.path!r} is unknown; set corpus.format to "
-            f"{', '.join(get_args(Choice)[2:])}{advice_on(file.source)}"
-        )
+        problem = f"corpus.paths: the format of {file.path!r} is unknown"
+        if b"\0" in head.data and encoding_of(head.data) is None:
+            problem += ", and its bytes are no text; name files with texts"
+        else:
+            problem += f"; set corpus.format to {', '.join(get_args(Choice)[2:])}"
+        problem += advice_on(file.source)
     return Cut([], problem)
 
 

@@ -205,8 +205,9 @@ def test_a_corpus_without_the_column_is_refused_before_it_is_read(tmp_path, suff
     assert file_parts(files(tmp_path, text_field="boddy"), 1000)[1] == []
 
 
-HEADERS = [("id;text;more\n1;a;b\n", ("separated by ;", "CSV", "commas")), ("\ufeffText,id\na,1\n", "`Text`")]
+HEADERS = [("id;text;more\n1;a;b\n", ("separated by ;", "`sep=;` as its first line")), ("\ufeffText,id\na,1\n", "`Text`")]
 HEADERS += [("id\ttext\n1\ta\n", ("tabs", "corpus.format", "tsv")), ('"a\nb",id\na,1\n', "found a\nb, id")]
+HEADERS += [('{"text": "a", "id": 1}\n{"text": "b"}\n', ("JSON", "set corpus.format to jsonl"))]
 
 
 @pytest.mark.parametrize(("header", "told"), HEADERS)
@@ -216,6 +217,7 @@ def test_a_header_that_is_not_what_it_seems(tmp_path, header, told, encoding):
     (tmp_path / "a.csv").write_text(text, encoding)
     _, (problem,) = file_parts(files(tmp_path / "a.csv"), 1000)
     says(problem, told)
+    assert ("name another" in problem) == ("; its " not in problem), "no other column helps there"
 
 
 def test_a_header_that_is_cut_off_is_no_problem_yet_and_a_column_given_twice_is(tmp_path):
