@@ -196,6 +196,8 @@ def test_the_hub_is_not_asked_for_a_name_in_a_received_folder(their_run, their_i
     settle(their_run, encoder={"pretrained": "someone/model"})
     with pytest.raises(EncoderError, match=all_of("trust", "hf download someone/model")):
         load_encoder(str(their_run))
+    choose(their_index, model="/nowhere/moved")
+    refused(["search", their_index, "ab"], "add --model FOLDER", "/nowhere/moved cannot be loaded", "no such folder")
     choose(their_index, model="someone/model")
     refused(["search", their_index, "ab"], "trust", "--model someone/model")
     assert not calls

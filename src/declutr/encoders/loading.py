@@ -35,6 +35,7 @@ from declutr.encoders.protocol import (
     check_prompts,
     in_role,
     is_run,
+    missing,
     no_encoder,
     unit_rows,
 )
@@ -78,7 +79,7 @@ def load_encoder(
 ) -> SentenceEncoder:
     """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`."""
     name, has_gpu = str(name), torch.cuda.is_available()
-    device = device or ("cuda" if has_gpu else "cpu")
+    device = str(device or ("cuda" if has_gpu else "cpu"))
     try:
         if torch.device(device).type == "cuda" and not has_gpu:
             raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
@@ -136,8 +137,7 @@ def load_encoder(
     prompts = recipe.prompts if recipe else declared["prompts"]
     prompt = recipe.prompt if recipe else prompts.get(declared.get("default_prompt_name", ""), "")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()
-    chosen_here = precision == "auto"
-    if precision == "auto":
+    if chosen_here := precision == "auto":
         precision = "bf16" if has_bf16(torch.device(device)) else "fp32"
     half = in_bf16(encoder) if precision == "bf16" and device == "cpu" else None
     if device == "cpu":
@@ -214,6 +214,8 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
 
     `model` is the user's name of the encoder, which replaces the index's.
     """
+    if not model and not baseline(choice.model) and (problem := missing(choice.model)):
+        raise EncoderError(f"add --model FOLDER if the encoder has moved; {problem}")
     options = choice.model_dump(exclude={"model", "trust_remote_code"})  # a file from somebody else grants no trust
     why = f"the index that names it may come from someone else; if you trust it: --model {choice.model}"
     with nullcontext() if model else cache_only(why):
