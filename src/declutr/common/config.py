@@ -84,10 +84,9 @@ def load_config(
     A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only, or
     in a dictionary.
     """
-    withdrawn: list[str] = []
+    name, withdrawn = section, list[str]()
     if isinstance(overrides, str):
         raise ConfigError(section, [f"overrides = {overrides!r}: must be a list, as [{overrides!r}]"])
-    name = section
     if isinstance(settings, model):
         if not overrides:
             return settings
@@ -151,10 +150,9 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     try:
         parsed = read_yaml(value)
     except YamlError as error:
-        quote = ""
-        if "*" in value or "?" in value:
-            inner = value.strip("[] ")
-            quote = f"; put a value with * or ? into two kinds of quotes: '{key}=[\"{inner}\"]'"
+        inner = value.strip("[] ")
+        quote = f"; put a value with * or ? into two kinds of quotes: '{key}=[\"{inner}\"]'"
+        quote = quote if {*"*?"} & {*value} else ""
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
     if len(parents) >= _MAX_DEPTH:
@@ -246,15 +244,15 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             continue
         else:
             prefix, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
-            if item["input"] is None:
+            if item["type"] in ("model_type", "dict_type"):
+                message = f"must be a section with settings; {key}={{}} is one with the defaults"
+            elif item["input"] is None:
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":
                 message += suggest(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += "; put it into quotes"
                 message += "" if path[-1].isdigit() else f", on a command line into two kinds: {key}='\"...\"'"
-            elif item["type"] in ("model_type", "dict_type"):
-                message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 text = item["input"]
                 names = text.replace(",", '", "')

@@ -149,8 +149,8 @@ def unknown_key(
     own_word = OTHER_WORDS.get(last, last)
     sections = below((model,), parents)
     if kinds := choices_of([section for section in sections if last in section.model_fields], "kind"):
-        key = ".".join([*parents, "kind"])
-        return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
+        key, choice = ".".join(parents), " or ".join(dict.fromkeys(kinds))
+        return f"; it needs {key}.kind = {choice}; set that, remove the key, or write '{key}={{kind: KIND, ...}}'"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
     everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     same = [key for key in everywhere if f".{key}".endswith(f".{own_word}")]
