@@ -92,7 +92,8 @@ NORM = "encoder.layer.1.attention.output.LayerNorm.bias"
     (dense_at_end("2_Dense"), ("2_Dense", "32 numbers", "12")),
     (dense_at_end("../whole/2_Dense"), ("../whole/2_Dense", "outside")),
     (remove(DENSE), (DENSE, "missing")), (remove(POOLING), (POOLING, "missing")),
-    (remove("modules.json"), "modules.json"),
+    (remove("modules.json"), "modules.json"), (remove("config.json"), ("config.json is missing", "download it again")),
+    (remove("model.safetensors"), ("holds no weights", "model.safetensors", "download it again")),
     (text("modules.json", '{"a": 1}'), ("modules.json", "damaged")),
     (text(POOLING, '["mean"]'), ("config.json", "damaged", "array")),
     (remove("*token*"), ("no file of a tokenizer", "tokenizer.json", "copy them")),
@@ -136,7 +137,9 @@ def test_a_half_downloaded_file_is_named(folder, file, share):
         torch.save(load_file(folder / "model.safetensors"), path)
         (folder / "model.safetensors").unlink()
         load_encoder(str(folder), device="cpu")
-        facts += ["damaged", "downloaded"]
+        facts += ["damaged", "downloaded", "download it again"]
+    elif file == "model.safetensors" and share == 0.98:
+        facts += ["shorter than its header says", "download it again"]
     path.write_bytes(path.read_bytes().rstrip()[: int(share * path.stat().st_size) - (share > 0.9)])
     with pytest.raises(EncoderError, match=all_of(facts)):
         load_encoder(str(folder), device="cpu")

@@ -113,13 +113,7 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
     except DamagedError as error:
         raise EncoderError(f"{name} is not loaded: {error}") from error
     except Exception as error:  # transformers and tokenizers raise any kind for files that they did not write
-        broken = (broken_file(folder) or sentencepiece_problem(folder)) if local else ""
-        if (
-            local
-            and not broken
-            and not any(path for kind in ("tokenizer.json", "vocab*", "*.model") for path in folder.glob(kind))
-        ):
-            broken = "no file there holds the vocabulary of a tokenizer; copy it from the encoder that it was made from"
+        broken = (broken_file(folder, seed is None) or sentencepiece_problem(folder)) if local else ""
         raise EncoderError(f"{name} cannot be loaded as an encoder: {broken or explain(error)}") from error
     special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     check_vocabulary(name, tokenizer.get_vocab(), model.get_input_embeddings().num_embeddings, special)
@@ -279,8 +273,11 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
     return tuple(f"{head} ({number} weights)" for head, number in heads.items())
 
 
-def broken_file(folder: Path) -> str:
-    """First unreadable JSON or weights file of a folder, with the reason; "" if all are readable."""
+def broken_file(folder: Path, needs_weights: bool) -> str:
+    """First missing or unreadable JSON or weights file of a folder, with reason and remedy; "" if all are readable."""
+    again = "copy or download it again"
+    if not (folder / "config.json").is_file():
+        return f"{folder / 'config.json'} is missing; {again}"
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", *_WEIGHTS)):
         try:
             if path.suffix == ".json":
@@ -290,12 +287,17 @@ def broken_file(folder: Path) -> str:
                     start = stream.read(2)
                 # torch.save writes a zip; earlier files are pickles, which nothing here opens
                 if start in (b"", b"PK") and not zipfile.is_zipfile(path):
-                    return f"{path} is damaged or half downloaded (its end is missing)"
+                    return f"{path} is damaged or half downloaded (its end is missing); {again}"
             else:
                 with safe_open(path, "pt"):
                     pass
         except (OSError, ValueError, SafetensorError) as error:
-            return f"{path} is damaged or half downloaded ({error})"
+            reason = "it is shorter than its header says" if "not fully covered" in str(error) else error
+            return f"{path} is damaged or half downloaded ({reason}); {again}"
+    if needs_weights and not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
+        return f"{folder} holds no weights, such as model.safetensors; {again}"
+    if not any(path for kind in ("tokenizer.json", "vocab*", "*.model") for path in folder.glob(kind)):
+        return "no file there holds the vocabulary of a tokenizer; copy it from the encoder that it was made from"
     return ""
 
 
