@@ -36,6 +36,7 @@ SETTINGS = [
     (["data=file.txt"], "is a file; name the folder of the shards"),
     (["data=shards"], "is not a manifest of this version"), (["data=cut"], "Invalid JSON"),
     (["encoder={pretrained: ./none}"], "no such folder; looked at"),
+    (["encoder={pretrained: docs}"], ("encoder.pretrained = docs: is no encoder", "no config.json")),
     (["optim.lrr=1", "steps=yes", "run=file.txt"],
      ("did you mean `optim.lr`?", "steps = True: a number is needed", "is a file; name a folder")),
     (["optim.betas=[2, -1]"], "optim.betas.1 = -1"), (["scaling.device=gpu"], "did you mean `cuda`?"),
@@ -81,7 +82,8 @@ OTHERS = [
     (["export", "shards", "--to", "onnx", "--output", "out"], "shards holds prepared shards, not an encoder"),
     (["evaluate", "hashed-words:4", "--data", "nowhere"], "--data nowhere: no such folder; `declutr evaluate --downlo"),
     (["index", "e.npy", "--outp", "new"], "--outp is unknown, did you mean `--output`?"),  # a beginning is no name
-    (["index", "e.npy", "–output=new"], "not with `–`; write `--output`"), (["train", "good.yaml", "-plan"], "`--plan`"),
+    (["index", "e.npy", "–output=new"], "not with `–`; write `--output`"),
+    (["train", "good.yaml", "-plan"], "write `--plan`"),
     (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr copy gs://bucket/x FOLDER"),
     (["report", "gcs://bucket/x"], "declutr report reads folders: declutr copy gcs://bucket/x FOLDER"),
     (["copy", "file.txt", "out"], "neither is an address"), (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),

@@ -218,9 +218,11 @@ def _data_problem(name: str) -> str | None:
 
 
 def _model_problem(name: str) -> str | None:
-    if looks_like_a_path(name) and not expand(name).is_dir():
-        return f"no such folder; looked at {expand(name).absolute()}"
-    return None
+    folder = expand(name)
+    if not folder.is_dir():
+        return f"no such folder; looked at {folder.absolute()}" if looks_like_a_path(name) else None
+    is_encoder = (folder / "config.json").is_file()
+    return None if is_encoder else "is no encoder: it has no config.json; name the folder of one (`export` of a run)"
 
 
 # Settings of objective and held-out scores against the shards.
