@@ -277,7 +277,7 @@ def missing(names: Names, present: Sequence[str], what: str = "column") -> str |
             # a surrogate cannot be written
             whole = [item.encode("utf-8", "backslashreplace").decode() for item in present]
             hint = suggest(name, whole)
-            if what == "column" and whole[0].startswith("{"):
+            if what == "column" and "".join(whole).startswith("{"):
                 hint = "; its lines are JSON: set corpus.format to jsonl"
             elif len(whole) == 1 and "\t" in whole[0]:  # the header was not cut
                 hint = "; its columns are separated by tabs: set corpus.format to tsv"

@@ -306,9 +306,9 @@ def explained_object(line: bytes, source: str, offset: int, text_field: str) -> 
     except (ValueError, RecursionError) as error:
         return failed("invalid_json", source, offset, str(error)), None
     if not isinstance(value, dict):
-        problem = f"the line is {json_kind(start := record.text.strip()[:1])}, not an object"
-        if start == "[" and offset == 0:
-            problem += "; if the file is one JSON array, set corpus.format to json"
+        start = record.text.strip()[:1]
+        whole = "; if the file is one JSON array, set corpus.format to json" if (start, offset) == ("[", 0) else ""
+        problem = f"the line is {json_kind(start)}, not an object{whole}"
         return _no_text(source, offset, text_field, problem), None
     return record, value
 

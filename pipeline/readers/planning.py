@@ -359,12 +359,10 @@ def _unknown(file: Input, rules: Rules, head: Head) -> Cut:
         endings = " ".join(rules.suffixes)
         problem = f"corpus.paths: {file.path!r}: {rules.blobs.kind} are read from {endings} and from archives of them"
     elif problem is None or rules.keys or bare_suffix(file.source) not in DOCUMENT_SUFFIXES:
-        problem = f"corpus.paths: the format of {file.path!r} is unknown"
-        if b"\0" in head.data and encoding_of(head.data) is None:
-            problem += ", and its bytes are no text; name files with texts"
-        else:
-            problem += f"; set corpus.format to {', '.join(get_args(Choice)[2:])}"
-        problem += advice_on(file.source)
+        is_text = b"\0" not in head.data or encoding_of(head.data) is not None
+        remedy = f"; set corpus.format to {', '.join(get_args(Choice)[2:])}"
+        remedy = remedy if is_text else ", and its bytes are no text; name files with texts"
+        problem = f"corpus.paths: the format of {file.path!r} is unknown{remedy}{advice_on(file.source)}"
     return Cut([], problem)
 
 

@@ -201,7 +201,7 @@ def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first
 def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     shutil.copytree(encoder, tmp_path / "mine" / "encoder")
     short = shutil.copytree(encoder, tmp_path / "short")
-    BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=30)).save_pretrained(short)
+    BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", 150))
     (docs := tmp_path / "docs").mkdir()
@@ -219,8 +219,8 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"corpus": [], "passages": pairs}, ("has no document", "query, text")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
-        (short, "out", {}, ("--passage-tokens 62: at most 28", "reads 30 with 2", "longer texts")),
-        (encoder, "out", {"passage_tokens": 200}, ("--passage-tokens 200: at most 98", "reads 100 with 2", "lower it")),
+        (short, "out", {}, ("--passage-tokens 62: at most 38", "reads 40 with 2", "longer texts")),
+        (encoder, "out", {"passage_tokens": 200}, ("--passage-tokens 200: at most 98", "100 with 2", "lower it")),
         (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("none of 30", "limit is 128", "join")),
         (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "no such file")),
         (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),

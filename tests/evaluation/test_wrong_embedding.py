@@ -46,7 +46,7 @@ WRONG = [
     (["embed", HW, "a.txt", *PARQUET, "--id-field", "id"], ("--id-field id", "a.txt", "no keys or columns")),
     (["embed", HW, "folder", *PARQUET, "--id-field", "id"], ("--id-field id", "a.md", "no keys or columns")),
     (["embed", HW, "body.jsonl", *OUT], ("body.jsonl", "found body, id", "--text-field names", "--skip-bad skips")),
-    (["embed", HW, "array.jsonl", *OUT], ("array.jsonl", "a list", "if the file is one JSON array, set --format to json")),
+    (["embed", HW, "array.jsonl", *OUT], ("array.jsonl", "a list", "one JSON array, set --format to json")),
     (["embed", HW, "picture.png", *OUT], ("picture.png", "unknown", "no text; name files with texts")),
     (["embed", HW, "ids.jsonl", *PARQUET, "--id-field", "id"], ("a number. --id-field names", "--skip-bad")),
     (["embed", HW, "a.txt", *OUT, "--dimensions", "-1"], ("--dimensions -1: Input should be greater",)),

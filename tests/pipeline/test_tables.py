@@ -205,7 +205,7 @@ def test_a_corpus_without_the_column_is_refused_before_it_is_read(tmp_path, suff
     assert file_parts(files(tmp_path, text_field="boddy"), 1000)[1] == []
 
 
-HEADERS = [("id;text;more\n1;a;b\n", ("separated by ;", "`sep=;` as its first line")), ("\ufeffText,id\na,1\n", "`Text`")]
+HEADERS = [("id;text;more\n1;a;b\n", ("separated by ;", "`sep=;` as its first")), ("\ufeffText,id\na,1\n", "`Text`")]
 HEADERS += [("id\ttext\n1\ta\n", ("tabs", "corpus.format", "tsv")), ('"a\nb",id\na,1\n', "found a\nb, id")]
 HEADERS += [('{"text": "a", "id": 1}\n{"text": "b"}\n', ("JSON", "set corpus.format to jsonl"))]
 

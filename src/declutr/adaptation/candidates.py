@@ -24,7 +24,6 @@ from declutr.adaptation.checks import drop_moved, own_words
 from declutr.adaptation.config import (
     BATCH_DOCUMENTS,
     DOCUMENTS,
-    LEAST_PASSAGE,
     LENGTHS,
     PAIRS_DATA,
     PAIRS_FILE,
@@ -83,10 +82,9 @@ def load_start(config: AdaptConfig) -> TransformerEncoder:
     passage = config.passage_tokens
     added = config.lengths.window - passage + len(prompt_ids(start.tokenizer, document_prompt(start)))
     if (most := start.max_tokens - added) < passage:
-        few = "name an encoder that reads longer texts" if most < LEAST_PASSAGE else "lower it"
         raise UsageError(
             f"--passage-tokens {passage}: at most {most} for {config.encoder}, which reads {start.max_tokens} with "
-            f"{added} of special tokens and prompt; {few}"
+            f"{added} of special tokens and prompt; lower it, or name an encoder that reads longer texts"
         )
     if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
         raise UsageError(

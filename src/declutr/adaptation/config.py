@@ -61,7 +61,6 @@ class Lengths:
 
 
 LENGTHS = Lengths()  # those of the defaults
-LEAST_PASSAGE = 30  # in tokens
 
 
 class AdaptConfig(Strict):
@@ -78,7 +77,7 @@ class AdaptConfig(Strict):
     train_on_pairs: bool = False  # train on a third of the pairs, too; the others choose and judge
     stsb: str | None = None  # folder of STS-B with sts-test.csv, to measure what was lost in general
     # Tokens of a passage: of those that train, choose and judge.
-    passage_tokens: int = Field(default=LENGTHS.passage, ge=LEAST_PASSAGE, le=8190)
+    passage_tokens: int = Field(default=LENGTHS.passage, ge=30, le=8190)
     # Time for everything, also over several starts of the command; it decides the number of training steps.
     minutes: float = Field(default=30, gt=0, le=10_000)
     # Steps of the training; null: twenty passes over the documents, or as many as there is time for. 0: none, so that

@@ -95,28 +95,23 @@ def plan(config: EmbedConfig) -> list[Unit]:
         problems.append("--passages needs an --output that ends in .parquet, which has their places")
     if config.headings and not config.passages:
         problems.append("--headings: is for passages; add --passages")
+    words = {"in corpus.paths": "as inputs", "corpus.paths": "input", "corpus.format": "--format"}
+    words |= {"corpus.text_field": "--text-field or --id-field" if config.id_field else "--text-field"}
+
+    def in_options(line: str) -> str:
+        return re.sub("|".join(words), lambda match: words[match[0]], line)
+
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
     _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
-    problems += [_in_options(line) for line in unreadable]
     if config.id_field and not unreadable:
         unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
-        problems += [_in_options(line).replace("--text-field", "--id-field") for line in unreadable]
+    problems += map(in_options, unreadable)
     if problems:
         raise UsageError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
-        get_logger().warning(_in_options(line))
+        get_logger().warning(in_options(line))
     return with_file_states(units)
-
-
-_OPTIONS = {"in corpus.paths": "as inputs", "corpus.paths": "input", "corpus.format": "--format"}
-_OPTIONS |= {"corpus.text_field": "--text-field"}
-
-
-def _in_options(line: str) -> str:
-    """A line of the readers with the options of this command in place of settings."""
-    return re.sub("|".join(_OPTIONS), lambda match: _OPTIONS[match[0]], line)
-
 
 
 _ID_HINT = ". --id-field names a key or column of texts"
@@ -141,12 +136,11 @@ def check_records(config: EmbedConfig, units: list[Unit]) -> None:
 
 def _refusal(record: ReadFailure) -> UsageError:
     """The error of a record that cannot be read and is not to be skipped."""
-    message = f"{record.source} at {record.offset}: {record.reason}: {_in_options(record.message)}"
-    if "set --format" in message:  # the other remedies are of records
-        return UsageError(message)
     of_text = record.reason == NO_TEXT and _ID_HINT not in record.message
-    hint = f"{'--text-field names the key or column of the text; ' if of_text else ''}--skip-bad skips and counts"
-    return UsageError(f"{message}. {hint} such records")
+    hint = f". {'--text-field names the key or column of the text; ' if of_text else ''}--skip-bad skips such records"
+    hint = "" if "corpus.format" in record.message else hint  # another format may have no such record
+    message = f"{record.source} at {record.offset}: {record.reason}: {record.message}{hint}"
+    return UsageError(message.replace("corpus.format", "--format"))
 
 
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: Precision) -> list[str]:

@@ -46,9 +46,8 @@ class Parser(argparse.ArgumentParser):
         self._given = sys.argv[1:] if args is None else args  # `error` gets a text alone
         for name in (word.partition("=")[0] for word in self._given):  # word processors join two hyphens to a dash
             plain = f"--{name.lstrip('-‐‑‒–—−')}"
-            if plain != name and plain in self._option_string_actions:
-                dash = name[: len(name) - len(plain) + 2]
-                self.error(f"`{name}`: an option begins with two hyphens (--), not with `{dash}`; write `{plain}`")
+            if plain not in (name, f"--{name}") and plain in self._option_string_actions:
+                self.error(f"`{name}`: an option begins with two hyphens (--), not with `{name[0]}`; write `{plain}`")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
