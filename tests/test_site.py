@@ -114,7 +114,7 @@ def test_ten_questions_have_an_answer_that_the_navigation_leads_to():
 def test_page_is_plain_markdown(path):
     """What needs a plugin or an extension, and what MkDocs reads otherwise than a forge."""
     text = path.read_text()
-    assert re.findall(r"^(?:!!!|\?\?\?|:::|```mermaid|\{[%{])", text, re.MULTILINE) == []
+    assert re.findall(r"^(?:!!!|\?\?\?|:::|```mermaid|```\w+ |\{[%{])", text, re.MULTILINE) == []
     lines = FENCE.sub("", text).splitlines()
     item = re.compile(r"(?:[-*]|\d+\.) ")
     starts = [pair for pair in pairwise(lines) if item.match(pair[1]) or pair[1].startswith("| ")]

@@ -158,6 +158,9 @@ def _prepare(
     scaling = config.scaling.model_copy(update={"reduce_dtype": "fp32"})  # `_gradients` sums after the last backward
     plan = RunPlan.of(config.model_copy(update={"precision": "fp32", "scaling": scaling}))
     parts = build_parts(plan, comm, getattr(torch, case.precision), Microbatch(case.microbatch_tokens))
+    tasks = parts.tasks
+    if case.precision == "float64":  # workers share a large loss, if its objective allows it; here this small one, too
+        tasks = tuple(dataclasses.replace(task, shared_rows=0) for task in tasks)
     shares = {}
     for name, order in plan.orders.items():
         batch = size if not name else min(size, order.batch_documents)
@@ -166,7 +169,7 @@ def _prepare(
         collator = parts.collators[name]
         rows = fetched(plan.training_shards[name], documents, epochs, getattr(collator, "fetch", None))
         shares[name] = collator.collate(rows, epochs)
-    return build_train_steps(plan, parts.tasks, total_steps=1), shares
+    return build_train_steps(plan, tasks, total_steps=1), shares
 
 
 def _gradients(train_steps: list[TrainStep], batch: dict[str, RankBatch]) -> dict[str, Tensor]:

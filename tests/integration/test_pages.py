@@ -220,7 +220,7 @@ def runs_ray(test):
 
 
 def write_package(folder):
-    written = re.findall(r"^```\w+ (\S+)\n(.*?)^```$", OBJECTIVE, re.MULTILINE | re.DOTALL)
+    written = re.findall(r"^`(\S+)`\n\n```\w+\n(.*?)^```$", OBJECTIVE, re.MULTILINE | re.DOTALL)
     for name, text in written:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

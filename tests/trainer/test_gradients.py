@@ -110,6 +110,12 @@ def test_statistics_of_a_batch_do_not_depend_on_microbatches():
     assert deviation(*([table[name] for name in names] for table in (pieces, whole))) < 1e-12
 
 
+def test_workers_do_not_share_a_loss_that_a_subclass_has_written():
+    """It need not know of shares: gradients of its layers would be counted once for each worker."""
+    own = type("Own", (simcse.Simcse,), {"loss": lambda self, batch: simcse.Simcse.loss(self, batch)})
+    assert (simcse.Simcse.shards_rows, own.shards_rows, type("Same", (own,), {}).shards_rows) == (True, False, False)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("size", "sharded", "shared_rows"),

@@ -123,6 +123,7 @@ def install(folder, monkeypatch, package, module, source, kind="spoilt"):
         ("spoilt_names", CLASS.replace("metrics: ", "names: ").replace("method: ", "way: "), "metrics, method"),
         ("spoilt_text", CLASS.replace('("one",)', '"one"'), ("metrics = 'one'", "tuple")),
         ("spoilt_loss", CLASS.replace('"one"', '"loss"'), ("metrics", "['loss']")),
+        ("spoilt_field", f"{CLASS}    width: 'Unknown' = None\n", ("PydanticUndefinedAnnotation", "'Unknown'")),
     ],
 )
 def test_the_message_names_package_entry_point_and_cause(tmp_path, monkeypatch, module, source, parts):

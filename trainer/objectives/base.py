@@ -203,9 +203,15 @@ class Objective(nn.Module, ABC, Generic[Config]):
     """True if `remember` must be called after each update, which keeps the gathered views until then."""
     shards_rows = False
     """True if `loss` computes the gradient of the rows of `batch.row_shard` alone, when there is one. Its value is
-    still that of the global batch, and the gradients of the objective's parameters are summed over workers."""
+    still that of the global batch, and the gradients of the objective's parameters are summed over workers. It is not
+    inherited by a class with a `loss` of its own."""
     cuts_exported = False
     """True if `loss` cuts the output of the layers that `exported` returns, with `batch.cut`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "loss" in vars(cls) and "shards_rows" not in vars(cls):
+            cls.shards_rows = False
 
     def __init__(self, config: Config, run: RunContext, embedding_size: int) -> None:
         super().__init__()

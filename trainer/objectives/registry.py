@@ -47,6 +47,7 @@ def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type
     loaded = point.load()
     if not (isinstance(loaded, type) and issubclass(loaded, ObjectiveConfig)):
         raise TypeError("must name a subclass of ObjectiveConfig")
+    loaded.model_rebuild()  # here, where an annotation that cannot be resolved is this package's problem alone
     kind = loaded.model_fields["kind"]
     if kind.default != point.name or get_args(kind.annotation) != (point.name,):
         raise TypeError(f'its class must define `kind: Literal["{point.name}"] = "{point.name}"`')

@@ -111,7 +111,9 @@ def terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | 
             description = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             return f"returned the term {name!r} as {description}; it must be a scalar tensor of floats"
     if unknown := set(terms) - set(metrics):
-        return f"has terms {sorted(unknown)}; add them to its config.metrics"
+        return (
+            f"has terms {sorted(unknown)}; add losses to its config.metrics; other figures would be added to the loss"
+        )
     if "mlm" in terms:
         return "has the term 'mlm', which the trainer computes; rename it"
     if views.requires_grad and not any(value.requires_grad for value in terms.values()):

@@ -226,7 +226,9 @@ def work(
     )
     try:
         step = loop.train()
-    except (NonFiniteLossError, MicrobatchError, SaveError, EncoderError, UsageError) as error:
+    except UsageError as error:  # of an objective, on this worker perhaps alone
+        return _given_up(str(error), comm.rank)
+    except (NonFiniteLossError, MicrobatchError, SaveError, EncoderError) as error:
         return {"given_up": str(error)}
     except RuntimeError as error:
         refused = refusal(error)

@@ -174,13 +174,15 @@ def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Ten
 class Declutr(Objective[DeclutrConfig]):
     """The contrastive loss over `(M, 2, D)` views, each an anchor and the mean of its positives."""
 
+    shards_rows = True
+
     def __init__(self, config: DeclutrConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.queue: Tensor | None = None
         self.remembers = config.queue_size > 0
         loss = config.loss
         self._metric_loss = metric_learning_loss(loss) if isinstance(loss, MetricLearningConfig) else None
-        self.shards_rows = self._metric_loss is None
+        self.shards_rows = self.shards_rows and self._metric_loss is None
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
         """Builds the collator that draws, masks and packs the spans of documents."""

@@ -175,12 +175,15 @@ class NeighbourValidator:
 class Supcon(Objective[SupconConfig]):
     """The contrastive loss over `(M, 2, D)` views, with the labels of the data or without."""
 
+    shards_rows = True
+
     def __init__(self, config: SupconConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.head: nn.Module = nn.Identity()
         if config.head:
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
-        self.shards_rows = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
+        if config.reference_supcon and config.labels:
+            self.shards_rows = False  # that form needs the whole matrix of scores
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> Collator:
         """Builds the collator that cuts two views of each clip into patches."""
