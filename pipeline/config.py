@@ -14,7 +14,7 @@ from declutr.common.errors import UsageError, missing_extra, refusal
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import hash_json
-from declutr.common.stores.address import is_remote
+from declutr.common.stores.address import bucket_problem, is_remote
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
@@ -202,7 +202,7 @@ def output_place_problems(
     excludes: bool = False,  # the corpus leaves files out, so that a pattern need not meet what is written
 ) -> list[str]:
     """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input."""
-    if problem := refusal(output) or (None if is_remote(output) else _path_problem(output)):
+    if problem := refusal(output) or (bucket_problem if is_remote(output) else _path_problem)(output):
         return [problem]
     finished = not is_remote(output) and (expand(output) / MANIFEST).is_file()  # nothing is written then
     problems = found_again(output, inputs, [] if excludes or finished else _WRITTEN)

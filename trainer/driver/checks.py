@@ -11,7 +11,7 @@ from declutr.common.errors import ConfigError, ShardError, UsageError, suggest
 from declutr.common.hub import looks_like_a_path
 from declutr.common.lock import LOCK
 from declutr.common.paths import expand, folder_problem
-from declutr.common.stores.address import is_remote
+from declutr.common.stores.address import bucket_problem, is_remote
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, data_hash, load_manifest
 from declutr.pipeline.shards.shards import check_shards
@@ -160,9 +160,9 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
     )
     problems = []
     for key, value, problem_of in checks:
-        if isinstance(value, str) and not is_remote(value):  # addresses are fetched while Ray starts
-            try:
-                problem = problem_of(value)
+        if isinstance(value, str):
+            try:  # addresses are fetched while Ray starts
+                problem = (bucket_problem if is_remote(value) else problem_of)(value)
             except UsageError as error:
                 problem = str(error)
             problems += [f"{key} = {value}: {problem}"] if problem else []

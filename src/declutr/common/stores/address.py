@@ -41,9 +41,19 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
+def bucket_problem(address: str) -> str | None:
+    """The problem of an address that names no bucket, as `s3://$BUCKET` does without the variable; None of others."""
+    scheme, _, rest = address.partition("://")
+    place = rest.partition("?")[0]
+    if scheme in _ARROW_PROTOCOLS:
+        place = place.partition("/")[0].rpartition("@")[2]
+    example = "folder; write file:///FOLDER" if scheme == "file" else f"bucket; write {scheme}://BUCKET/FOLDER"
+    return None if place.strip("/") else f"names no {example}"
+
+
 def filesystem(address: str) -> tuple[Any, str, str]:
     """File system, path in it, and the options (query) of the address."""
-    if problem := refusal(address):
+    if problem := refusal(address) or bucket_problem(address):
         raise PermissionError(problem)
     scheme, _, rest = address.partition("://")
     if scheme in _ARROW_PROTOCOLS:  # not `urlsplit`, for which a # in a name would end it

@@ -39,6 +39,7 @@ from declutr.common.storage import (
     refuse_names,
 )
 from declutr.common.stores.address import (
+    bucket_problem,
     child,
     explained,
     files_below,
@@ -267,6 +268,8 @@ class Folder:
         It is retried while the store does not answer; the start and the end of an outage are logged.
         """
         url = self.at(name)
+        if problem := bucket_problem(self.url):  # `url` of a folder without a name could be a local path
+            raise RemoteError(f"{redact(self.url)}: {problem}")
         try:
             with network_errors():
                 files, place, _ = filesystem(url)
