@@ -203,6 +203,7 @@ def test_settings_of_tasks_that_have_no_effect_are_refused_and_the_place_of_data
 
 DROPOUT = {"dropout": 0.1}
 PROJECTED = {"encoder": DROPOUT | {"projection": {"kind": "mlp", "size": 16}}}
+NO_HARD = SUPERVISED | {"hard_negatives": False}
 NO_WEIGHTS = SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}
 BEST = {"validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"}
 WRONG_TEXTS = [
@@ -213,6 +214,8 @@ WRONG_TEXTS = [
     ("sentences", {"encoder": {"dropout": 0.0}}, "the two views of objective simcse would be equal"),
     ("sentences", {"encoder": {"dropout": 1e-12}}, "the two views .* would be equal"),  # below 2^-32 nothing is dropped
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
+    ("sentences", {"batch_documents": 1}, "batch_documents = 1: .* at least 2"),
+    ("pairs", {"batch_documents": 1, "objective": NO_HARD}, "batch_documents = 1: .* at least 2"),
     ("sentences", {"objective": SCD, "batch_documents": 1000}, "a batch must not contrast one of them with itself"),
     ("pairs", {"objective": SUPERVISED, **PROJECTED}, "mlp: the layers that objective simcse exports would follow"),
     ("sentences", {"objective": SCD, "encoder": {"from_config": LONGFORMER}}, "longformer .*rate of the whole model"),

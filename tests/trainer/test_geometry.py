@@ -1,6 +1,7 @@
 """Settings: span lengths of the shards, how often a run validates, what the papers' configs say; `train --plan`."""
 
 import json
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -25,6 +26,7 @@ from declutr.trainer.driver import estimate
 from declutr.trainer.driver.checks import validation_remarks
 from declutr.trainer.driver.estimate import try_steps
 from declutr.trainer.metrics.config import steps_between
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan
 from declutr.trainer.train import main
 
@@ -68,6 +70,19 @@ def test_the_shards_give_what_the_user_does_not(data, tmp_path):
     missing = config(tmp_path / "nothing")
     assert with_geometry(missing, tmp_path) == missing
     assert any(line.startswith("data = ") for line in problems(missing))
+
+
+def test_a_batch_in_which_no_anchor_has_a_negative_is_refused(data):
+    context, manifest = config(data, num_anchors=1).main.context("drop"), load_manifest(data)
+    lonely = replace(context, batch_documents=1)
+    several = replace(lonely, spans=lonely.spans.model_copy(update={"num_anchors": 2}))
+    for run, settings, refused in (
+        (lonely, {}, True), (several, {}, False), (several, {"loss": {"exclude_same_document": True}}, True),
+        (context, {}, False), (lonely, {"terms": "mlm"}, False), (lonely, {"queue_size": 4}, False),
+    ):  # fmt: skip
+        lines = [line for line in DeclutrConfig(**settings).problems(run, manifest) if "batch_documents" in line]
+        assert len(lines) == refused
+        assert all("batch_documents = 1: an anchor needs" in line and "at least 2" in line for line in lines)
 
 
 def test_a_run_with_a_checkpoint_keeps_the_values_it_started_with(data, tmp_path):

@@ -272,9 +272,9 @@ def _other_data_problems(plan: RunPlan, scored: Manifest) -> list[str]:
             f"{label}: was prepared with short_documents = {scored.short_documents}, data = {config.places[0]} with "
             f"{main.short_documents}; prepare both alike"
         )
-    elif kind == "documents":  # a validation draws one anchor of each document
+    elif kind == "documents":  # a validation draws one anchor of each document, and of several in any batch
         context = plan.tasks[""].context(scored.short_documents)
-        context = replace(context, spans=context.spans.model_copy(update={"num_anchors": 1}))
+        context = replace(context, spans=context.spans.model_copy(update={"num_anchors": 1}), batch_documents=2)
         problems += [f"{label}: {line}" for line in config.objective.problems(context, scored)]
     if any(data_hash(scored) == data_hash(manifest) for corpora in plan.corpora.values() for manifest in corpora):
         problems.append(f"{label}: these are the rows that the run trains on; name other shards, or remove the setting")

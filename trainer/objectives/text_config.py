@@ -111,25 +111,19 @@ class SimcseConfig(TextObjectiveConfig):
         """True if the two views differ by dropout alone."""
         return not (self.supervised or self.equal_views)
 
-    def remark_before(self, run: RunContext) -> str | None:
-        """A warning about a batch without other sentences, or None."""
-        if run.batch_documents > 1 or self.supervised:
-            return None
-        return "batch_documents = 1: a sentence has no other to be told from, so the loss is always 0; increase it"
-
     @property
     def against_collapse(self) -> str:
         """A smaller temperature, which pushes other texts apart harder."""
         return f"Lower objective.temperature (now {self.temperature})"
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
-        """Reports shards that do not fit the mode."""
-        del run
+        """Reports a batch without a negative, and shards that do not fit the mode."""
+        if run.batch_documents == 1 and not (self.supervised and self.hard_negatives):
+            return ["batch_documents = 1: a text has no other to be told from, so the loss is always 0; at least 2"]
         kind = manifest.content.kind
         if kind in self.reads and self.supervised == (kind == "sentences"):
-            value, other, kinds = (
-                ("true", "false", "triples or pairs") if self.supervised else ("false", "true", "sentences")
-            )
+            value, other = ("true", "false") if self.supervised else ("false", "true")
+            kinds = "triples or pairs" if self.supervised else "sentences"
             return [
                 f"objective.supervised = {value}: the shards hold {kind}; set it to {other}, or prepare {kinds} "
                 f"(content.kind={kinds})"

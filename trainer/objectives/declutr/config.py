@@ -119,8 +119,11 @@ class DeclutrConfig(ObjectiveConfig):
         return self.terms != "mlm"
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
-        """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""
+        """Reports anchors without negatives, spans beyond the windows, and losses that reject their arguments."""
         problems = _geometry_problems(run, manifest)
+        alone = run.batch_documents == 1 and (run.spans.num_anchors == 1 or self.excludes_same_document)
+        if alone and self.embeds and self.loss.kind == "ntxent" and not self.queue_size:
+            problems.append("batch_documents = 1: an anchor needs spans of other documents as negatives; at least 2")
         if isinstance(self.loss, MetricLearningConfig):
             from declutr.trainer.objectives.declutr.objective import metric_learning_loss
 
