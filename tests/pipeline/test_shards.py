@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from messages import all_of, says
 from shardfolders import GEOMETRY, LENGTHS, TOKENIZER, tokens_of, write
 
+from declutr.cli.main import main
 from declutr.common.errors import ShardError
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards import windows as window_module
@@ -46,7 +47,7 @@ def test_any_documents_come_back_in_the_order_asked(tmp_path, vocab_size, token_
         assert values["windows"] == list(range(0, LENGTHS[row] // 4 * 4, 4))
 
 
-def test_shards_of_other_sizes_numbers_or_bytes_than_in_the_manifest_are_named(tmp_path):
+def test_shards_of_other_sizes_numbers_or_bytes_than_in_the_manifest_are_named(tmp_path, capsys):
     folder = write(tmp_path / "out")
     path = folder / "train-00001.arrow"
     whole, size = path.read_bytes(), path.stat().st_size
@@ -62,6 +63,10 @@ def test_shards_of_other_sizes_numbers_or_bytes_than_in_the_manifest_are_named(t
     says(missing, "train-00002.arrow", "missing")
     with pytest.raises(ShardError, match=all_of("train-00001.arrow", "truncated")):
         ShardSet(folder, "train")
+    assert main(["inspect", str(folder)]) == 1
+    shown = capsys.readouterr()
+    says(shown.out, "PROBLEM", "train-00001.arrow")
+    says(shown.err, f"{folder}: problems, named above: 2")
     folder = write(tmp_path / "other")
     path = folder / "train-00001.arrow"
     data = bytearray(path.read_bytes())

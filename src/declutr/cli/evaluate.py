@@ -134,6 +134,8 @@ def _check_options(options: argparse.Namespace) -> None:
         for name, sources in _SOURCES_OF.items()
         if source not in sources and getattr(options, name) not in (None, False, "senteval", "official")
     ]
+    if options.cpus is not None and options.cpus < 1:
+        problems.append(f"--cpus {options.cpus}: must be 1 or more")
     names = [*options.encoders, *([options.pretrained] if options.pretrained else [])]
     if names and (problem := folder_problem(options.output)):
         problems.append(f"--output {options.output}: {problem}")
@@ -143,9 +145,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "evaluate", "Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data."
-    )
+    parser = Parser("evaluate", "Score encoders on SentEval's tasks. Without an encoder: fetch and check its data.")
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
                         "model name or folder, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
@@ -179,15 +179,8 @@ def _load(name: str, options: argparse.Namespace) -> "SentenceEncoder":
     """Load an encoder as the options say."""
     from declutr.encoders.loading import load_encoder
 
-    return load_encoder(
-        name,
-        options.pooling,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-        precision=options.precision,
-        query_prompt=options.query_prompt,
-        document_prompt=options.document_prompt,
-    )
+    settings = "pooling", "device", "trust_remote_code", "precision", "query_prompt", "document_prompt"
+    return load_encoder(name, **{setting: getattr(options, setting) for setting in settings})
 
 
 def _score_each(options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None]) -> list[str]:
@@ -257,8 +250,6 @@ def _score_mteb(options: argparse.Namespace) -> int:
 def _check_and_score(options: argparse.Namespace) -> int:
     """Fetch and check the data of the tasks, and score the encoders on them."""
     data = options.data or options.download
-    if options.cpus is not None and options.cpus < 1:
-        raise UsageError(f"--cpus {options.cpus}: must be 1 or more")
     from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.data import inspect, overview
     from declutr.evaluation.senteval.harness import ScoringChoice

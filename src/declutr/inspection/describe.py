@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from declutr.common.console.terminal import duration, shorten
-from declutr.common.errors import CheckpointError, DamagedError, UsageError
+from declutr.common.errors import CheckpointError, DamagedError, ShardError, UsageError
 from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
 from declutr.pipeline.job.outcome import in_words, summary, unknown_hint
@@ -157,8 +157,10 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
         yield f"  tokenizer: {made_by}"
     problems = check_shards(path, full=True)  # reads every byte
     yield from (f"  PROBLEM: {problem}" for problem in problems)
-    yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"
-    if problems or not num_documents:  # rows of damaged shards may be anything
+    if problems:  # rows of damaged shards may be anything
+        raise ShardError(f"{path}: problems, named above: {len(problems)}")
+    yield "  all files whole, checksums as in the manifest"
+    if not num_documents:
         return
     shards = ShardSet(path, "train")
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(int).tolist()
