@@ -233,6 +233,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     ):
         with pytest.raises((UsageError, ConfigError), match=all_of(*words)):
             adapt(start, settings.pop("corpus", docs), tmp_path / output, **settings)
+        assert (tmp_path / output).exists() == (output in ("mine", "docs"))
         assert not (tmp_path / output / "data").exists()
         assert not (tmp_path / output / "state.json").exists()
     assert (tmp_path / "mine" / "encoder" / "config.json").is_file()

@@ -115,7 +115,8 @@ def adapt(
         RunLockedError: another command works in the folder.
     """
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
-    config, output = load_config(values, "adapt", AdaptConfig).located(), expand(str(output)).absolute()
+    config, output = load_config(values, "adapt", AdaptConfig).located(), expand(output, "output").absolute()
+    is_new = not output.exists()
     try:
         inputs = checked(config, output, address)
         output.mkdir(parents=True, exist_ok=True)
@@ -126,6 +127,9 @@ def adapt(
         path = getattr(error, "filename", None) or output  # a file of the user is named by the error itself
         place = f"--output {output}: " if Path(path).is_relative_to(output) else ""
         raise UsageError(f"{place}{error}. What is finished is kept; run the same command to continue") from error
+    finally:
+        if is_new and output.is_dir() and not any(output.iterdir()):
+            output.rmdir()  # a refused encoder or corpus leaves nothing
 
 
 def _adapt(config: AdaptConfig, output: Path, address: str | None, inputs: Inputs) -> Result:

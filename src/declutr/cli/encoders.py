@@ -231,8 +231,8 @@ def export(model: str | PathLike[str], output: str | PathLike[str], **settings: 
     from declutr.common.config import load_config
     from declutr.evaluation.export.inputs import ExportConfig, read_inputs
 
-    places = {name: expand(str(settings[name])) for name in ("stsb", "pairs") if settings.get(name) is not None}
-    values = {"model": str(model), "output": expand(str(output)), **settings, **places}
+    places = {name: expand(settings[name], name) for name in ("stsb", "pairs") if settings.get(name) is not None}
+    values = {"model": str(model), "output": expand(output, "output"), **settings, **places}
     if settings.get("corpus") is not None:
         values["corpus"] = listed(settings["corpus"])
     config = load_config(values, "export", ExportConfig)
@@ -266,10 +266,8 @@ def run_export(arguments: list[str]) -> int:
     parts.append(f"{figures['speedup']:.2f} times as fast as {figures['compared_with']} in float32")
     if figures["cosine"] is not None:
         same = figures.get("texts_of_ranges")
-        parts.append(
-            f"cosine {figures['cosine']:.4f}"
-            + (f" ({same} of {figures['texts']} texts set its ranges)" if same else "")
-        )
+        ranges = f" ({same} of {figures['texts']} texts set its ranges)" if same else ""
+        parts.append(f"cosine {figures['cosine']:.4f}{ranges}")
     if "stsb_after" in figures:
         parts.append(f"STS-B {figures['stsb_before']:.2f} before, {figures['stsb_after']:.2f} after")
     for name, scores in list(figures.get("pairs", {}).items())[:1]:

@@ -17,8 +17,11 @@ _NEIGHBOURS = 1000  # names of a folder that a suggestion is chosen from
 _NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
 
 
-def expand(path: str) -> Path:
+def expand(path: str | os.PathLike[str], setting: str = "path") -> Path:
     """Expands `~` and `$VARIABLES` in a user's path; a path that exists as written is not changed."""
+    if not isinstance(path, str | os.PathLike):  # of Python; as a text, None would be a name
+        raise UsageError(f"{setting} = {path!r}: name a file or a folder")
+    path = os.fspath(path)
     if not path.strip():
         raise UsageError("an empty path; name a file or a folder")
     if "\0" in path:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -101,13 +101,15 @@ def index(
     if pairs is not None and weight is not None:
         raise UsageError(f"--weight {weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
     check_weight(weight)
-    for option, value, kinds in (("dtype", dtype, VectorType), ("lexical", lexical, LexicalKind)):
+    switch = Literal[True, False]  # "no" would be true
+    typed = ("dtype", dtype, VectorType), ("lexical", lexical, LexicalKind), ("hybrid", hybrid, switch)
+    for option, value, kinds in (*typed, ("open-addresses", open_addresses, switch)):
         if value is not None and value not in get_args(kinds):
-            raise UsageError(f"--{option} {value}: must be {' or '.join(get_args(kinds))}")
+            raise UsageError(f"--{option} {value}: must be {' or '.join(map(str, get_args(kinds)))}")
     if not isinstance(source_field, str | None):
         raise UsageError(f"--source-field {source_field}: must be a text")
-    file, folder, encoder = expand(str(embeddings)), expand(str(output)), None
-    map_file, choice = None if parquet is None else expand(str(parquet)), None
+    file, folder, encoder = expand(embeddings, "embeddings"), expand(output, "output"), None
+    map_file, choice = None if parquet is None else expand(parquet, "parquet"), None
     note = read_note(file)
     if folder.exists():
         raise UsageError(f"--output {folder}: exists already; name another folder, or remove it")
@@ -115,7 +117,7 @@ def index(
         if path and (problem := folder_problem(path.absolute().parent)):
             raise UsageError(f"--{option} {path}: {problem}")
     if pairs is not None:
-        read_pairs(expand(str(pairs)))  # its problems need not wait for the encoder
+        read_pairs(expand(pairs, "pairs"))  # its problems need not wait for the encoder
         from declutr.encoders.loading import encoder_of_index  # loads torch
 
         encoder = encoder_of_index(note.config.choice, model, trust_remote_code=trust_remote_code)
@@ -163,7 +165,7 @@ def index(
             **note.model_dump(include={*Coverage.model_fields}),
         )
         if lexicon and encoder and pairs is not None:
-            choice = choose_weight(SearchIndex(aside, facts), encoder, expand(str(pairs)))
+            choice = choose_weight(SearchIndex(aside, facts), encoder, expand(pairs, "pairs"))
             chosen = {"weight": choice.weight, "chosen_on": choice.development}
             facts = facts.model_copy(update={"hybrid": lexicon.model_copy(update=chosen)})
         write_json(aside / INDEX, facts.model_dump(mode="json"))

@@ -200,7 +200,7 @@ class Searcher(SearchIndex):
         trust_remote_code: bool = False,
     ) -> None:
         check_weight(weight)
-        super().__init__(expand(str(index)))
+        super().__init__(expand(index, "index"))
         if not self.facts.rows:
             raise UsageError(NO_TEXT)
         if weight is not None:
