@@ -281,8 +281,10 @@ def test_embeddings_are_those_of_transformers(tmp_path, kind):
         np.testing.assert_allclose(embedding, hidden[0].mean(0).numpy(), atol=2e-6, err_msg=text)
 
 
-def test_texts_without_tokens_are_embedded_among_windows(tmp_path):
+def test_texts_without_tokens_are_embedded_among_windows_and_more_tokens_than_are_read_are_told(tmp_path, caplog):
     folder = language_folder(tmp_path, "no token around a text")
+    limit = load_encoder(str(folder), max_tokens=9999).max_tokens
+    assert f"max_tokens = 9999: {folder} reads at most {limit}" in caplog.text
     encoder = load_encoder(str(folder), device="cpu", max_tokens=8, long_texts="windows")
     embeddings = encoder.encode(["", "东京" * 60, ""])
     assert np.isfinite(embeddings).all()

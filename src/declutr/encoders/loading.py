@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from declutr.common.config import AnyPrecision
+from declutr.common.config import AnyPrecision, load_config
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import DamagedError, EncoderError, suggest
@@ -32,7 +32,6 @@ from declutr.encoders.protocol import (
     Role,
     SentenceEncoder,
     baseline,
-    check_prompts,
     in_role,
     is_run,
     missing,
@@ -78,20 +77,19 @@ def load_encoder(
     document_prompt: str | None = None,  # text before every text to be searched, instead of the encoder's own
 ) -> SentenceEncoder:
     """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`."""
+    options = {key: value for key, value in locals().items() if key in EncoderChoice.model_fields}
     name, has_gpu = str(name), torch.cuda.is_available()
+    max_tokens = load_config({"model": name, **options}, "load", EncoderChoice).max_tokens  # of Python, may be "64"
     device = str(device or ("cuda" if has_gpu else "cpu"))
     try:
         if torch.device(device).type == "cuda" and not has_gpu:
             raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
     except RuntimeError as error:  # torch does not know the name
         raise EncoderError(f"device = {device}: must be cpu or cuda{suggest(device, ('cpu', 'cuda'))}") from error
-    if not isinstance(trust_remote_code, bool):  # "no" would be true
-        raise EncoderError(f"trust_remote_code = {trust_remote_code!r}: must be True or False")
     if name.startswith("~"):
         name = str(expand(name))
     own = {"query": query_prompt, "document": document_prompt}
     own_prompts = {key: text for key, text in own.items() if text is not None}
-    check_prompts(name, own_prompts)
     # At a higher verbosity it would list the MLM head, which an encoder does not use, as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -129,9 +127,9 @@ def load_encoder(
     if limit < min_tokens:
         raise EncoderError(f"{name}: it takes {limit} tokens, and one token with its special tokens needs {min_tokens}")
     if max_tokens is not None and max_tokens < min_tokens:
-        raise EncoderError(
-            f"max_tokens = {max_tokens}: {name} needs {min_tokens} for one token with its special tokens"
-        )
+        raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {min_tokens} for one token with its special ones")
+    if max_tokens is not None and max_tokens > limit:
+        get_logger().warning("max_tokens = %d: %s reads at most %d, so this is used", max_tokens, name, limit)
     # of a checkpoint, which has no such file
     declared = prompt_settings(encoder.prompts, encoder.config.prompt, encoder.config.query_prompt)
     prompts = recipe.prompts if recipe else declared["prompts"]
