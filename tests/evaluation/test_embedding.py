@@ -128,7 +128,10 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
     write_inputs(tmp_path)
     output = tmp_path / "out.npy"
     jobs = []
+    assert embed(model, tmp_path / "in.txt", output) == 0
+    assert embed(model, tmp_path / "in.txt", output, "--precision", "bf16") == 1
     for number, precision in enumerate(("auto", "auto", "fp32", "bf16", "auto")):
+        output = tmp_path / ("half.npy" if precision == "bf16" else "out.npy")
         assert embed(model, tmp_path / "in.txt", output, "--precision", precision) == 0
         jobs.append((read_note(output).job, read_note(output).precision, output.stat().st_ino))
         build_index(output, tmp_path / f"index-{number}")
@@ -277,10 +280,11 @@ def test_killed_and_started_again_it_writes_the_same_bytes_and_reads_replaced_in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("renamed", [pytest.param("/00000.json", marks=pytest.mark.nightly), "/out.npy.json"])
-def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_encoder(command, tmp_path, renamed):
+def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_other_texts(command, tmp_path, renamed):
     """`out.npy` and the part of a unit take their names before the file that says whose they are."""
     words = [command[2], "--output", str(tmp_path / "out.npy")]
-    before, other = ["embed", MODEL, *words], ["embed", "hashed-words@1:256", *words]
+    (tmp_path / "other.txt").write_text((tmp_path / "in.txt").read_text().replace("more", "less"))
+    before, other = ["embed", MODEL, *words], ["embed", MODEL, str(tmp_path / "other.txt"), *words[1:]]
     assert main(["embed", MODEL, *words[:2], str(tmp_path / "whole.npy")]) == 0
     if renamed == "/00000.json":
         killed("/out.npy", before)

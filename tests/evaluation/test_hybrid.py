@@ -97,7 +97,7 @@ def test_search_shows_both_parts_and_takes_another_weight_which_needs_words(embe
 
 
 def test_search_of_an_index_without_texts_or_for_fewer_than_one_says_so(tmp_path, capsys, refused):
-    output = embed_rows(tmp_path, [])
+    output = embed_rows(tmp_path, [{"body": "no text"}], "--skip-bad", suffix=".parquet")
     for name, options in (("a", []), ("b", ["--hybrid", "--dtype", "int8"])):
         assert main(["index", str(output), "--output", str(tmp_path / name), *options]) == 0
         refused(["search", tmp_path / name, "cat"], "no text")

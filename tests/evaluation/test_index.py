@@ -286,5 +286,6 @@ def test_map_in_a_place_that_is_in_use_or_of_no_text_is_refused(tmp_path, refuse
         assert output.read_bytes() == before
         assert {path.name for path in tmp_path.iterdir()} == {"in", "out.parquet", "out.parquet.json"}
     (tmp_path / "none").mkdir()
+    bad = embed_rows(tmp_path / "none", [{}], "--skip-bad", suffix=".parquet")
     with pytest.raises(UsageError, match=all_of("--parquet", "no text")):
-        build_index(embedded_texts(tmp_path / "none", texts=[]), tmp_path / "index", parquet=tmp_path / "map.parquet")
+        build_index(bad, tmp_path / "index", parquet=tmp_path / "map.parquet")

@@ -105,7 +105,7 @@ def write_pages(folder):
 
 
 def made(tmp_path, model, *more):
-    output = tmp_path / "pages.parquet"
+    (output := tmp_path / "pages.parquet").unlink(missing_ok=True)
     assert main(["embed", model, write_pages(tmp_path / "pages"), "--output", str(output), *more]) == 0
     return output
 

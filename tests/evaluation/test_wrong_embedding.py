@@ -24,6 +24,8 @@ FILES = {
     "note.npy": "0",
     "note.npy.json": '{"fingerprint": "", "num_bytes": 1}',
     "model/config.json": "{}",
+    "empty.txt": "",
+    "head.csv": "text\n",
 }
 HW = "hashed-words:64"
 OUT = ["--output", "out.npy"]
@@ -38,6 +40,7 @@ WRONG = [
     (["embed", "hashed-word", "a.txt", *OUT], ("hashed-word cannot", "write hashed-words:SIZE")),
     (["embed", "hashed-words:65537", "a.txt", *OUT], ("hashed-words:65537", "from 1 to 65,536")),
     (["embed", f"hashed-words:{'9' * 5000}", "a.txt", *OUT], ("from 1 to 65,536",)),
+    (["embed", "model", "head.csv", "empty.txt", *OUT], ("head.csv, {}/empty.txt: holds no texts",)),
     (["index", ".", "--output", "x"], (".: is a folder; name a file of embeddings",)),
     (["index", "note.npy.json", "--output", "x"], ("note.npy.json: is a note", "name the embeddings note.npy")),
     (["index", "full.npy", "--output", "x"], ("full.npy.json: is no note of this version", "embed again")),
@@ -93,6 +96,10 @@ def test_files_that_embed_leaves_out_and_embeddings_that_it_replaces_are_named(p
     says(shown.err, "out.npy has embeddings of", "folder", "replaced")
     says(shown.out, "empty texts: 1")
     assert json.loads((place / "out.npy.json").read_text())["texts_empty"] == 1
+    assert main(["embed", "hashed-words:32", "a.txt", *OUT, "--normalise"]) == 1
+    facts = "out.npy: was made with model = hashed-words:64, not hashed-words:32, normalise = False, not True; name"
+    says(capsys.readouterr().err, "--output", facts)
+    assert main(["embed", HW, "a.txt", *OUT]) == 0
     assert main(["embed", HW, "body.jsonl", *PARQUET, "--skip-bad"]) == 0
     says(capsys.readouterr().err, "nothing is embedded", "--text-field")
     assert main(["embed", HW, "good.jsonl", "--output", "ids.parquet", "--id-field", "id"]) == 0
@@ -122,7 +129,7 @@ def test_trust_is_true_or_false():
         settings = {"trust_remote_code": value}
         with pytest.raises(declutr.ConfigError, match=all_of("  - trust_remote_code =", "valid boolean")):
             declutr.embed(HW, "a.txt", "out.npy", **settings)
-        with pytest.raises(declutr.EncoderError, match="must be True or False"):
+        with pytest.raises(declutr.ConfigError, match=all_of("  - trust_remote_code =", "valid boolean")):
             declutr.load(HW, **settings)
         with pytest.raises(declutr.ConfigError, match=all_of("trust_remote_code =", "valid boolean")):
             declutr.export("model", "x", to="onnx", **settings)

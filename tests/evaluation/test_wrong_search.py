@@ -57,6 +57,7 @@ def refused(folder, monkeypatch, capsys, line):
         ("evaluate hashed-words:64 --pairs pairs.jsonl", ("pairs.jsonl, line 2: is not JSON",)),
         ("evaluate hashed-words:64 --pairs pairs.jsonl --output a.txt", ("--output a.txt", "is a file")),
         ("evaluate hashed-words:64 --pairs pairs.jsonl --tasks STS-B --cpus 2", ("--tasks", "with --pairs; omit it")),
+        ("evaluate hashed-words:64 --pairs pairs.jsonl --cpus 0", ("--cpus 0: must be 1 or more",)),
         ("evaluate hashed-words:64 --data data --documents a.txt", ("--documents", "with --data; omit it")),
         ("export hashed-words:64 --to onnx --output new --dimensions 4", ("--dimensions", "with --to onnx; omit it")),
         ("export hashed-words:64 --to static --output new --max-tokens 4", ("--max-tokens", "with --to static")),
@@ -113,11 +114,12 @@ def test_a_number_of_answers_is_a_whole_number(top):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("dtype", "float16"), ("lexical", "tfidf"), ("weight", "2"), ("source_field", 7)]
+    ("name", "value"),
+    [("dtype", "f4"), ("lexical", "tfidf"), ("weight", "2"), ("source_field", 7), ("hybrid", 2), ("open_addresses", 2)],
 )
 def test_a_setting_of_another_type_is_refused_before_anything_is_written(folder, name, value):
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value}: must be"):
-        declutr.index(folder / "e.parquet", folder / "new", hybrid=True, **{name: value})
+        declutr.index(folder / "e.parquet", folder / "new", **{"hybrid": True, name: value})
     assert not (folder / "new").exists()
 
 

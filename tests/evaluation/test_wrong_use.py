@@ -33,7 +33,7 @@ SETTINGS = [
     (["run=file.txt"], "is a file; name a folder"), (["run=$NOT_SET/x"], "$NOT_SET is not set"),
     (["run=shards"], "holds prepared shards"), (["run=point"], "holds a checkpoint"),
     (["run=docs"], "not a run; name a new folder"), (["data=none"], ("data = none", "run `prepare`")),
-    (["data=file.txt"], "is a file; name the folder of the shards"), (["run=s3://"], "run = s3://: names no bucket; wri"),
+    (["data=file.txt"], "is a file; name the folder of the shards"), (["run=s3://"], "run = s3://: names no bucket"),
     (["data=shards"], "is not a manifest of this version"), (["data=cut"], "Invalid JSON"),
     (["encoder={pretrained: ./none}"], "no such folder; looked at"),
     (["encoder={pretrained: docs}"], ("encoder.pretrained = docs: is no encoder", "no config.json")),

@@ -33,6 +33,7 @@ from declutr.embedding.units import (
     EmbedConfig,
     EmbeddingSidecar,
     Shape,
+    changes,
     check_records,
     embed_unit,
     finished,
@@ -86,7 +87,7 @@ def embed(
         UsageError: inputs that cannot be read, an output that cannot be written, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
-    values = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
+    values = {"model": str(model), "inputs": listed(inputs), "output": expand(output, "output"), **settings}
     parts: dict[str, Any] = {
         key: {name: values.pop(name) for name in kind.model_fields if name in values}
         for key, kind in (("choice", EncoderChoice), ("shape", Shape))
@@ -99,9 +100,8 @@ def embed(
     try:
         config = load_config(parts | values, "embed", EmbedConfig)
     except ConfigError as error:  # `choice` and `shape` are no settings of the user
-        raise ConfigError(
-            "embed", [p.removeprefix("choice.").removeprefix("shape.") for p in error.problems]
-        ) from error
+        problems = [problem.removeprefix("choice.").removeprefix("shape.") for problem in error.problems]
+        raise ConfigError("embed", problems) from error
     # absolute paths, because workers run in another folder, and the note is read from anywhere
     places = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
     choice = config.choice
@@ -160,9 +160,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         encoder = document
     whole = getattr(encoder, "whole", encoder)
     if config.choice.role and getattr(whole, "role", None) is None:
-        get_logger().warning(
-            "--role %s: has no effect, because %s declares no prompts", config.choice.role, encoder.name
-        )
+        get_logger().warning("--role %s: has no effect, as %s declares no prompts", config.choice.role, encoder.name)
     if prompt := getattr(whole, "prompt", ""):
         get_logger().info("%r is put before every text", prompt)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
@@ -171,13 +169,17 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         Cutter(encoder)  # its refusal need not wait for a unit
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
     folder = parts_folder(output)
+    before = None
     with contextlib.suppress(UsageError):  # a note that is damaged, or without its output, is of no finished job
-        if (note := read_note(output)).job == hash_json(identities):
-            get_logger().info("%s is already complete; nothing to embed", output)
-            _remove_leftovers(folder, output)
-            return note
-        if note.config.inputs != config.inputs:
-            get_logger().warning("%s has embeddings of %s, which are replaced", output, excerpt(note.config.inputs))
+        before = read_note(output)
+    if before and before.job == hash_json(identities):
+        get_logger().info("%s is already complete; nothing to embed", output)
+        _remove_leftovers(folder, output)
+        return before
+    if before and (changed := changes(before.config, config)):
+        raise UsageError(f"--output {output}: was made with {changed}; name another file, or delete this one")
+    if before and before.config.inputs != config.inputs:
+        get_logger().warning("%s has embeddings of %s, which are replaced", output, excerpt(before.config.inputs))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, output):
         sidecars = _run(config, units, identities, folder, encoder)

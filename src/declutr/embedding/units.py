@@ -15,8 +15,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from declutr.common.config import Precision, Strict
+from declutr.common.config import Precision, Strict, flat_keys
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import excerpt
 from declutr.common.errors import UsageError
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.common.stores.address import is_remote
@@ -88,9 +89,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     if config.output.suffix not in (".npy", ".parquet"):
         problems.append(f"--output {config.output}: must end in .npy or .parquet")
     if config.output.suffix == ".npy" and (config.id_field or config.skip_bad):
-        problems.append(
-            "ids and skipped rows need an --output that ends in .parquet, because .npy has row numbers only"
-        )
+        problems.append("ids and skipped rows need an --output that ends in .parquet: .npy has row numbers only")
     if config.passages and config.output.suffix == ".npy":
         problems.append("--passages needs an --output that ends in .parquet, which has their places")
     if config.headings and not config.passages:
@@ -119,7 +118,11 @@ _FIELDLESS = ("text", "text_file", "wet", "document")
 
 
 def check_records(config: EmbedConfig, units: list[Unit]) -> None:
-    """Check that inputs have the field of the ids, and that the first record of each JSONL file can be embedded."""
+    """Check that inputs have texts and the field of the ids, and that a JSONL file's first record can be embedded."""
+    corpus = corpus_of(config, config.text_field)
+    far = any(is_remote(part.path) for unit in units for part in unit.parts)  # not fetched before its work
+    if not far and not any(True for unit in units for _ in UnitReader(unit, corpus)):
+        raise UsageError(f"{excerpt(config.inputs)}: holds no texts")
     kinds = SUFFIXES | dict.fromkeys(DOCUMENT_SUFFIXES, "document")
     starts = [(unit, part) for unit in units for part in unit.parts if not part.start]
     for unit, part in starts:
@@ -129,7 +132,7 @@ def check_records(config: EmbedConfig, units: list[Unit]) -> None:
             raise UsageError(f"--id-field {config.id_field}: {part.source} has no keys or columns; omit it")
         if kind == "jsonl" and not config.skip_bad and not is_remote(part.path):
             alone = unit.model_copy(update={"parts": [part]})
-            pairs = keyed(alone, UnitReader(alone, corpus_of(config, config.text_field)), config)
+            pairs = keyed(alone, UnitReader(alone, corpus), config)
             if isinstance(record := next(pairs, (None, None))[0], ReadFailure):
                 raise _refusal(record)
 
@@ -154,6 +157,13 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision
         hash_json([settings, hash_unit(unit), unit.input_state.model_dump() if unit.input_state else None])
         for unit in units
     ]
+
+
+def changes(before: EmbedConfig, now: EmbedConfig) -> str:
+    """Settings with which an output was made and those of this job, where they decide more than which texts it has."""
+    exclude = {"inputs", "output", "workers", "unit_mib"}
+    old, new = (flat_keys(config.model_dump(mode="json", exclude=exclude)) for config in (before, now))
+    return ", ".join(f"{key.rpartition('.')[2]} = {old[key]}, not {new[key]}" for key in new if old[key] != new[key])
 
 
 MAX_TEXT_MIB = 512
