@@ -176,11 +176,13 @@ RUN = {"run": "r", "data": "nowhere"}
 @pytest.mark.parametrize(
     ("call", "facts"),
     [
-        (lambda: declutr.prepare({"prepare": {"output": "x"}}), ("prepare.output", "unknown key")),
+        (lambda: declutr.prepare({"prepare": {"output": "x"}}), ("prepare", "name of the section")),
         (lambda: declutr.prepare({"output": 3, "corpus": {"kind": "files"}}), "output = 3"),
         (lambda: declutr.prepare(Path("nowhere.yaml")), "nowhere.yaml"),
         (lambda: declutr.prepare([1]), ("list", "dict")),
         (lambda: declutr.train(RUN, "steps=3"), ("overrides", "['steps=3']")),
+        (lambda: declutr.train(RUN, {"steps": 3}), ("overrides", "['steps=3']")),
+        (lambda: declutr.adapt("models/x", [{"text": "a"}], "out"), ("not dict", "name a file")),
         (lambda: declutr.train(RUN | {"steps": 0}), "steps = 0"),
         (lambda: declutr.train(RUN), "nowhere"),
         (lambda: declutr.adapt("models/x", [], "out"), ("CORPUS", "--passages")),

@@ -91,7 +91,7 @@ class EncoderConfig(Strict):
     def _one_source(self) -> "EncoderConfig":
         if (self.pretrained is None) == (self.from_config is None):
             raise ValueError(
-                "give exactly one of `pretrained` (a name or folder) and `from_config` (a transformers config)"
+                "give exactly one of `pretrained` (name or folder) and `from_config`; encoder.from_config=null drops it"
             )
         if self.from_config is not None and "model_type" not in self.from_config:
             raise ValueError("from_config needs `model_type`, for example roberta, bert or modernbert")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from declutr.common.config_docs import below, choices_of, number_problems, unknown_key
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import ConfigError, refused_settings, shown_value, suggest
+from declutr.common.errors import ConfigError, nearest, refused_settings, shown_value, suggest
 from declutr.common.yamlfile import YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
@@ -52,18 +52,19 @@ def _plain(value: Any) -> Any:
 
 def find_config(name: str) -> Path:
     """Path of a config file: as given, or next to the code, as `ray submit` runs scripts from the home folder."""
-    config_path = Path(name)
-    candidates = list(dict.fromkeys((config_path.absolute(), Path(__file__).resolve().parent.parent / config_path)))
-    for candidate in candidates:
-        if os.path.isfile(candidate):  # noqa: PTH113 - Path.is_file raises for impossible names
-            return candidate
+    config_path, code = Path(name), Path(__file__).resolve().parent.parent
+    candidates = list(dict.fromkeys((config_path.absolute(), code / config_path)))
+    if file := next(filter(os.path.isfile, candidates), None):  # Path.is_file raises for impossible names
+        return file
     if "=" in name:
         raise ConfigError(name, ["is a setting; the config file comes first, then key=value"])
     if os.path.isdir(config_path):  # noqa: PTH112
         raise ConfigError(name, ["is a folder; name a YAML file"])
-    files = [str(config_path.parent / path.name) for place in candidates for path in place.parent.glob("*.y*ml")]
-    looked = " and ".join(map(str, candidates))
-    raise ConfigError(name, [f"no such config file; looked at {looked}{suggest(name, files)}"])
+    places = {code / "configs": Path("configs")} | {place.parent: config_path.parent for place in candidates}
+    files = {path.name: shown / path.name for place, shown in places.items() for path in place.glob("*.y*ml")}
+    near = nearest(config_path.name, files)  # among all, by the name alone
+    hint = f"; did you mean `{files[near]}`?" if near else ""
+    raise ConfigError(name, [f"no such config file; looked at {' and '.join(map(str, candidates))}{hint}"])
 
 
 def load_config(
@@ -85,14 +86,17 @@ def load_config(
     in a dictionary.
     """
     name, withdrawn = section, list[str]()
-    if isinstance(overrides, str):
-        raise ConfigError(section, [f"overrides = {overrides!r}: must be a list, as [{overrides!r}]"])
+    if isinstance(overrides, str | Mapping):
+        words = [overrides] if isinstance(overrides, str) else [f"{key}={value}" for key, value in overrides.items()]
+        raise ConfigError(section, [f"overrides = {overrides!r}: must be a list, as {words}"])
     if isinstance(settings, model):
         if not overrides:
             return settings
         values = settings.model_dump(mode="json", exclude_unset=True)  # what was left to the shards stays so
     elif isinstance(settings, Mapping):
         values = _plain(settings)
+        if section in values and section not in model.model_fields:
+            raise ConfigError(name, [f"{section}: is the name of the section; give what is in it alone"])
     elif not isinstance(settings, str | Path):
         raise ConfigError(name, [f"{type(settings).__name__}: settings are a {model.__name__}, a dict or a path"])
     else:
@@ -150,9 +154,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     try:
         parsed = read_yaml(value)
     except YamlError as error:
-        inner = value.strip("[] ")
-        quote = f"; put a value with * or ? into two kinds of quotes: '{key}=[\"{inner}\"]'"
-        quote = quote if {*"*?"} & {*value} else ""
+        quoted = f"'{key}=[\"{value.strip('[] ')}\"]'"
+        quote = f"; put a value with * or ? into two kinds of quotes: {quoted}" if {*"*?"} & {*value} else ""
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
     if len(parents) >= _MAX_DEPTH:
@@ -169,14 +172,16 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
 
 def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:
     """The settings of a section of a file."""
+    command = f"declutr prepare configs/cpu-small.yaml corpus.paths=[{name}]"
+    advice = "" if name.endswith((".yaml", ".yml")) else f"; a config comes first, and a corpus behind it: {command}"
     try:
         tree = read_yaml_file(find_config(name))
     except YamlError as error:
-        raise ConfigError(name, [f"is not YAML that can be used: {error}"]) from error
+        raise ConfigError(name, [f"is not YAML that can be used: {error}{advice}"]) from error
     except OSError as error:
         raise ConfigError(name, [f"cannot be read: {error.strerror}"]) from error
     if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
-        text, hint = "nothing" if tree is None else type(tree).__name__, ""
+        text, hint = "nothing" if tree is None else type(tree).__name__, advice
         if isinstance(tree, dict):
             text = str(sorted(map(str, tree)))
             odd = next(str(key) for key in tree if key not in SECTIONS)
@@ -239,8 +244,10 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             choices = expected or choices_of(below((model,), path), kind)
             prefix = f"{key}.{kind} = {shown_value(value)}: "
             message = f"must be one of {', '.join(choices)}{suggest(str(value), choices)}" if choices else "missing"
-        elif not item["loc"]:
-            lines |= {line: [] for line in item["msg"].removeprefix("Value error, ").splitlines()}
+        elif not item["loc"] or (item["type"] == "value_error" and isinstance(item["input"], dict)):  # of a section
+            message = item["msg"].removeprefix("Value error, ")
+            head = "" if not item["loc"] else f"{key}." if message.partition(" ")[0] in item["input"] else f"{key}: "
+            lines |= {head + line: [] for line in message.splitlines()}
             continue
         else:
             prefix, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
@@ -253,6 +260,8 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += "; put it into quotes"
                 message += "" if path[-1].isdigit() else f", on a command line into two kinds: {key}='\"...\"'"
+            elif item["type"] in ("list_type", "tuple_type") and prefix in lines and not isinstance(item["input"], str):
+                continue  # the message of the other kind says more
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 text = item["input"]
                 names = text.replace(",", '", "')
