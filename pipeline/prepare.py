@@ -23,6 +23,7 @@ from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import answered, config_parser
 from declutr.common.errors import ConfigError, ShardError, refused_settings
 from declutr.common.storage import write_text
+from declutr.common.stores.address import is_remote
 from declutr.pipeline.config import PipelineConfig, look
 from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.document_filter import problems as filter_problems
@@ -163,6 +164,9 @@ def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparati
     if not any(problem.startswith("corpus.") for problem in places):  # problems begin with their setting
         unit_mib, units, unreadable = fit_units(config.corpus, config.unit_mib, skipped, config.content)
         config = config.model_copy(update={"unit_mib": unit_mib})
+        # before a tokenizer is trained; files at an address may have an unknown size
+        if units and not any(unit.num_bytes or is_remote(unit.parts[0].path) for unit in units):
+            unreadable += filter(None, [nothing_kept(sum_counts([]), config)])
     with ExitStack() as stack:
         if not any(problem.startswith("output ") for problem in places):
             try:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from declutr.common.errors import shown_value
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL
 from declutr.pipeline.media.media_rows import NO_LABEL
-from declutr.pipeline.readers.corpus import NO_TEXT, SUFFIXES, ReadFailure, bare_suffix
+from declutr.pipeline.readers.corpus import NO_TEXT, SUFFIXES, FilesCorpus, ReadFailure, bare_suffix
 from declutr.pipeline.shards.content import (
     MEDIA_KINDS,
     AnyContent,
@@ -44,7 +45,8 @@ def nothing_kept(
     if counts.kept:
         return None
     if counts.read == 0:
-        return "corpus: empty, the inputs hold no documents; check corpus.paths"
+        names = f" = {shown_value(config.corpus.paths)}" if isinstance(config.corpus, FilesCorpus) else ""
+        return f"corpus: empty, the inputs hold no documents; check corpus.paths{names}"
     if config.content.kind != "documents":
         return _no_row(counts, config.content, failures)
     failed, num_failed = in_words(counts.failed), sum(counts.failed.values())

@@ -109,7 +109,7 @@ def strict_json(path):
 @pytest.mark.usefixtures("session")
 def test_adapt_of_many_documents_without_distant_passages_says_so_before_it_trains(encoder, tmp_path):
     result = adapt(encoder, corpus(tmp_path / "documents.jsonl", 700, words=75), tmp_path / "adapted", steps=20)
-    says(result.sentence, "too few documents to tell", "0 test documents of 256 tokens or more")
+    says(result.sentence, "too few documents to tell", "0 test documents of 256 tokens or more among 700")
     assert load_manifest(tmp_path / "adapted" / "data").totals["kept"] == 700
     assert not (tmp_path / "adapted" / "candidates").exists()
     assert strict_json(tmp_path / "adapted" / "result.json")["primary_difference"]["value"] is None
@@ -216,7 +216,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"passages": pairs}, ("CORPUS", "--passages", "one of the two")),
         (encoder, "out", {"corpus": []}, ("CORPUS", "--passages", "one of the two")),
         (encoder, "out", {"corpus": [], "passages": pairs, "format": "jsonl"}, ("--format", "columns")),
-        (encoder, "out", {"corpus": [], "passages": pairs}, ("has no document", "query, text")),
+        (encoder, "out", {"corpus": [], "passages": pairs}, ("has no column document", "query, text")),
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("--passage-tokens 62: at most 38", "reads 40 with 2", "longer texts")),
@@ -315,4 +315,6 @@ def test_settings_of_the_file_are_those_of_an_adaptation():
 def test_messages_of_a_preparation_name_options():
     assert as_options("2.40% is more than max_error_rate = 0.01. Repair") == "2.40% is more than 1%. Repair"
     assert as_options("tokenizer.name = '/m': was changed") == "ENCODER '/m': was changed"
+    assert as_options("check corpus.paths and corpus.format") == "check CORPUS and --format"
+    assert as_options("check corpus.paths = ['a']") == "check CORPUS ['a']"
     assert as_options("its own negative; lower batch_documents or its weight") == "its own negative"

@@ -22,6 +22,7 @@ from declutr.adaptation.config import (
     stored,
 )
 from declutr.common.bootstrap import MIN_ROWS
+from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, DataError, ShardError, UsageError
@@ -53,12 +54,13 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"set corpus\.text_field to the key or column of the text, or to several, as in corpus\.text_field=\[.*?\]": (
         "--text-field names the key or column of the text, once for each of several"
     ),
-    r"corpus\.paths(?: = )?": "CORPUS ",
+    r"corpus\.paths(?: =)?": "CORPUS",
     r"corpus\.(?:format|text_field)": lambda match: f"--{match[0][7:].replace('_', '-')}",
     r" = 2 \* geometry\.max_tokens \(\d+\)|2 \* geometry\.max_tokens \(\d+\) = ": "",
     r"; lower one of them or use longer documents": "; use longer documents, or join short ones",
     r"(?: and|,) `filters`": "",
     r"output = ": "--output ",
+    r"^address = ": "--address ",
     r", or allow more with max_error_rate=[\d.]+; the same command then ends at once": "",
     r"more than max_error_rate = \d+(?:\.\d+)?": "more than 1%",
     r"tokenizer\.name = ": "ENCODER ",
@@ -71,7 +73,7 @@ def as_options(message: str) -> str:
     """A message of `prepare` with options of `adapt` in place of settings."""
     for pattern, words in _OPTIONS.items():
         message = re.sub(pattern, words, message)
-    return re.sub(r"CORPUS (?=[:,])", "CORPUS", message)  # no space where a setting had no value
+    return message
 
 
 @contextmanager
@@ -109,8 +111,7 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
         if longest >= shortest_kept or read > _MOST_READ:
             return
     reasons = dict(Counter(failure.reason for failure in failed))
-    num_short = read - len(failed)
-    dropped = {TOO_SHORT: num_short} if num_short else {}
+    dropped = {TOO_SHORT: read - len(failed)} if read > len(failed) else {}
     counts = Counts(read=read, kept=0, dropped=dropped, failed=reasons, text_bytes=0, longest_tokens=longest)
     problems = nothing_kept(counts, config, failed), lines_hint(read, dropped, config.model_dump(mode="json"), sources)
     raise ConfigError("adapt", [as_options(problem) for problem in problems if problem])
@@ -130,9 +131,7 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     if encoder_problem:
         encoders = [path for path in config.corpus if (Path(path) / "config.json").is_file()]
         if encoders:
-            encoder_problem += (
-                f". {encoders[0]} is an encoder, and the encoder comes first: declutr adapt ENCODER CORPUS"
-            )
+            encoder_problem += f". {encoders[0]} is an encoder, which comes first: declutr adapt ENCODER CORPUS"
         yield encoder_problem
     if problem := folder_problem(output):
         yield f"--output {output}: {problem}"
@@ -158,9 +157,10 @@ class Inputs(NamedTuple):
     passages: dict[str, list[str]] | None = None  # by the text of their document
 
 
-def check_places(config: AdaptConfig, output: Path) -> tuple[list[str], Inputs]:
-    """Problems of the user's own files, and what they hold; loads neither torch nor Ray."""
+def check_places(config: AdaptConfig, output: Path, address: str | None) -> tuple[list[str], Inputs]:
+    """Problems of the user's own files and the cluster, and what the files hold; loads neither torch nor Ray."""
     places, problems, pairs, passages = [*_place_problems(config, output)], list[str](), None, None
+    problems += map(as_options, filter(None, [cluster_problem(*named_cluster(address))]))
     if config.passages is not None:
         try:
             passages = read_passages(expand(config.passages))
@@ -221,7 +221,7 @@ def drop_moved(data: Path, documents: Path) -> None:
 
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """Checks everything and returns the user's own files. Writes documents joined from passages to the output."""
-    problems, inputs = check_places(config, output)
+    problems, inputs = check_places(config, output, address)
     if inputs.passages is not None:
         _write_documents(config, output, inputs.passages)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray

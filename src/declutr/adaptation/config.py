@@ -107,11 +107,7 @@ class AdaptConfig(Strict):
         def absolute(path: str | None) -> str | None:
             return path and str(expand(path).absolute())
 
-        places: dict[str, Any] = {
-            "pairs": absolute(self.pairs),
-            "stsb": absolute(self.stsb),
-            "passages": absolute(self.passages),
-        }
+        places: dict[str, Any] = {name: absolute(getattr(self, name)) for name in ("pairs", "stsb", "passages")}
         places["corpus"] = [path if "://" in path else absolute(path) for path in self.corpus]
         if expand_known(self.encoder).is_dir():  # else it is a name at the hub
             places["encoder"] = absolute(self.encoder)
@@ -220,10 +216,7 @@ class State(Strict):
     def check(self, start: str) -> None:
         """Compares the fingerprint of the start with that of earlier starts of the command."""
         if self.start not in (None, start):
-            raise UsageError(
-                f"--output {self._path.parent}: the encoder has changed since this adaptation began; name another "
-                "folder"
-            )
+            raise UsageError(f"--output {self._path.parent}: the encoder has changed since; name another folder")
 
     def look(self, what: str) -> int:
         """Counts a look at the test documents, and returns the number of looks. The same look again counts once."""

@@ -359,10 +359,11 @@ class _Adaptation:
             "steps": self.state.steps or 0,
             "seconds": round(self.state.seconds_used),
         }
-        long = self.config.lengths.long if self.primary == DISTANT and self.own is None else 0
+        long, kept = self.config.lengths.long, facts["documents"]
+        which = f" of {long} tokens or more among {kept:,}" if self.primary == DISTANT and self.own is None else ""
         result = Result(
             verdict=verdict,
-            sentence=f"{verdict.sentence(self.rows, long)} ({chosen}; {self.primary} recall@1{fits})",
+            sentence=f"{verdict.sentence(self.rows, which)} ({chosen}; {self.primary} recall@1{fits})",
             chosen=chosen,
             primary=self.primary,
             rows=rows,

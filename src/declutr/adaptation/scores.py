@@ -196,13 +196,12 @@ class Verdict:
     def sentence(
         self,
         rows: str,  # what the rows are, such as documents
-        least_tokens: int = 0,  # of a document that counts; 0: any does
+        which: str = "",  # those that count, and among how many
     ) -> str:
         """The verdict with its figures."""
         comparison = self.comparison
         if comparison.interval is None:
-            long = f" of {least_tokens} tokens or more" if least_tokens else ""
-            return f"{self.outcome}: {comparison.rows} test {rows}{long}, an interval needs at least {self.min_rows}"
+            return f"{self.outcome}: {comparison.rows} test {rows}{which}, an interval needs at least {self.min_rows}"
         low, high = (100 * end for end in comparison.interval)
         text = (
             f"{self.outcome}: {100 * comparison.before:.1f} before, {100 * comparison.after:.1f} after, difference "

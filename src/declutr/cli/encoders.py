@@ -192,8 +192,8 @@ def run_adapt(arguments: list[str]) -> int:
     from declutr.common.config import load_config
 
     values = {name: value for name, value in options.items() if name in AdaptConfig.model_fields}
-    problems, _ = check_places(load_config(values, "adapt", AdaptConfig).located(), options["output"].absolute())
-    if problems:
+    config = load_config(values, "adapt", AdaptConfig).located()
+    if problems := check_places(config, options["output"].absolute(), options.get("address"))[0]:
         raise UsageError("\n".join(problems))
     from declutr.adaptation.job import adapt  # loads torch and Ray, for which a wrong path need not wait
 
