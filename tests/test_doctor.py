@@ -105,6 +105,7 @@ def test_a_folder_or_address_that_works_is_ok_and_one_that_does_not_or_holds_a_s
         assert [finding.status for finding in doctor.check_folder(place, 1000)] == ["ok"] * count
         assert list(tmp_path.iterdir()) == []
     places = {"$UNKNOWN_HERE/run": "UNKNOWN_HERE", "nothing://x/run": "nothing", "s3://key:secret@x/y": "credentials"}
+    places |= {__file__: f"{__file__} is a file; name a folder"}
     for place, reason in places.items():
         (finding,) = doctor.check_folder(place, 0)
         assert finding.status == "FAIL"

@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 from declutr.common.config import load_config
 from declutr.common.console.terminal import Parser, excerpt
 from declutr.common.errors import ConfigError
-from declutr.common.paths import expand
+from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import fsync_path
 
 # torch, transformers and the settings of a training take seconds to import: `--help` answers without them.
@@ -263,13 +263,14 @@ def check_folder(place: str, needed_bytes: int) -> list[Finding]:
             same = folder.read(file) == content
             folder.delete(file)
             return [judge(f"{place} writable", "yes" if same else "altered", fail=not same, remedy="use another store")]
-        parent = expand(place).absolute()
+        if problem := folder_problem(parent := expand(place).absolute()):
+            raise NotADirectoryError(problem)
         parent = next(folder for folder in (parent, *parent.parents) if folder.exists())
         with tempfile.TemporaryDirectory(prefix=".declutr-doctor-", dir=parent) as own:
             return _findings_in(place, Path(own), needed_bytes)
     except (OSError, ValueError) as error:
         remedy = "mount or create it, writable for this user; an address needs credentials and the store's endpoint"
-        return [judge(f"{place} writable", f"{type(error).__name__}: {error}", fail=True, remedy=remedy)]
+        return [judge(f"{place} writable", str(error), fail=True, remedy=remedy)]
 
 
 def _findings_in(place: str, own: Path, needed_bytes: int) -> list[Finding]:

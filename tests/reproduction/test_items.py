@@ -135,7 +135,7 @@ def test_wrong_item_is_refused_before_anything_starts(own, tmp_path, capsys, cha
     (["stepps=3"], "did you mean `steps`"),
     (["objective.terms=both"], "objective.terms cannot be changed for all runs"),
     (["objective={terms: both}"], "which differ in objective.terms"),
-    (["--only", "boht"], "did you mean `both`"),
+    (["--only", "boht"], "did you mean `both`"), (["--only", "foo"], "--only foo: no label of "),
     *[(["--seeds", "3,3"], "give each label and seed once"), (["--seeds=-1"], "seed = -1")],
     *[(["--start", "configs"], "config.json"), (["--work", __file__], "is a file; name a folder")],
 ])  # fmt: skip

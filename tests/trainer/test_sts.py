@@ -95,7 +95,7 @@ def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "folder of STS-B"),
+        (None, "sts-dev.csv: No such file or directory; name the folder of STS-B"),
         ("", "0 pairs"),
         ("a,b,c\n", ("line 1", "at least 7")),
         (line("high"), ("line 1", "expected")),

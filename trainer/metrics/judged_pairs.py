@@ -37,7 +37,8 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")  # `splitlines` also cuts at signs such as U+2028
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
+        why = getattr(error, "strerror", error)  # without the path, which is named already
+        raise DataError(f"{path}: {why}; name the folder of {file.source} with {file.name}") from error
     pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (file.headed and number == 1):

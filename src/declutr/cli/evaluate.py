@@ -139,6 +139,8 @@ def _check_options(options: argparse.Namespace) -> None:
     names = [*options.encoders, *([options.pretrained] if options.pretrained else [])]
     if names and (problem := folder_problem(options.output)):
         problems.append(f"--output {options.output}: {problem}")
+    if options.download is not None and options.download.is_file():
+        problems.append(f"--download {options.download}: is a file; name a folder")
     problems += [problem for name in names if (problem := unloadable(name))]
     if problems:
         raise UsageError("\n".join(problems))
@@ -203,7 +205,7 @@ def _score_pairs(options: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; the first that cannot be scored ends the command."""
     from declutr.evaluation.retrieval.pairs import read_test
 
-    hint = "; with --documents FILE, pairs may have `id` instead of `text`" if options.documents is None else ""
+    hint = "; omit --documents if pairs have `text`" if options.documents else "; with --documents FILE, `id` will do"
     test = read_test(options.pairs, options.documents, hint)  # its problems need not wait for the encoders
     from declutr.encoders.protocol import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison

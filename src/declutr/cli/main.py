@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _problem(command: str, rest: list[str]) -> str | None:
     """The reason why a command line is refused before anything is imported."""
     if command not in _COMMANDS:
-        return f"declutr: there is no command {command!r}{suggest(command, list(_COMMANDS))}\ndeclutr --help lists all"
+        near = suggest(command, [*_COMMANDS, "--version", "--help"])
+        return f"declutr: there is no command {command!r}{near}\ndeclutr --help lists all"
     # before a secret reaches a log, a plan or a manifest
     if problem := next(filter(None, map(refused_argument, rest)), None):
         return f"declutr {command}: {problem}"

@@ -1,6 +1,7 @@
 """`declutr inspect`, `report`, `why`, `verify-gradients`, `reproduce`: commands that describe or make runs."""
 
 import json
+from argparse import ArgumentTypeError
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def run_report(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
-    if absent := [f"{folder}: no such folder" for folder in options.folder if not folder.exists()]:
-        return refused("\n".join(absent))
+    check_there(options.folder)
+    if options.output and (problem := folder_problem(options.output)):
+        return refused(f"--output {options.output}: {problem}")
     if len(options.folder) > 1 or (options.folder[0] / "config.yaml").is_file():
         from declutr.report.runs import write_runs_page
 
@@ -174,4 +176,6 @@ def run_reproduce(arguments: list[str]) -> int:
 
 def seeds(text: str) -> list[int]:
     """Seeds, separated by commas; the plan refuses equal or negative ones."""
+    if {*text} - {*"-0123456789,"}:
+        raise ArgumentTypeError(f"{text}: must be whole numbers, separated by commas, as in 0,1")
     return [int(word) for word in text.split(",")]

@@ -47,7 +47,7 @@ def listed(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> 
     try:
         return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     except TypeError as error:
-        raise UsageError(f"{str(paths)[:80]}: is of {type(paths)}; name a file or folder, or a list of them") from error
+        raise UsageError(f"{str(paths)[:80]}: {error}; name a file or folder, or a list of them") from error
 
 
 def expand_known(path: str) -> Path:

@@ -230,7 +230,7 @@ class Searcher(SearchIndex):
 def check_weight(weight: Any) -> None:
     """Raises UsageError unless a weight of the words is None or a number from 0 to 100."""
     if weight is not None and not (isinstance(weight, int | float) and 0 <= weight <= 100):
-        value = f"{weight:g}" if isinstance(weight, float) else weight
+        value = f"{weight:g}" if isinstance(weight, float) else repr(weight)
         raise UsageError(f"--weight {value}: must be a number from 0 to 100")
 
 

@@ -80,8 +80,8 @@ def read_note(output: Path) -> Note:
         raise UsageError(f"{path}: is no note of this version of `declutr embed` ({why}); embed again") from error
     except OSError as error:
         raise UsageError(
-            f"{output}: has no note {path.name} of `declutr embed` next to it ({error.strerror}); if it holds texts, "
-            f"embed them first: declutr embed MODEL {output} --output FILE.parquet"
+            f"{output}: has no note {path.name} of `declutr embed` next to it ({error.strerror}); copy the note, too. "
+            f"If it holds texts, embed them first: declutr embed MODEL {output} --output FILE.parquet"
         ) from error
     if output.stat().st_size != note.num_bytes:
         raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")

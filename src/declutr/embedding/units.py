@@ -95,6 +95,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     if config.headings and not config.passages:
         problems.append("--headings: is for passages; add --passages")
     words = {"in corpus.paths": "as inputs", "corpus.paths": "input", "corpus.format": "--format"}
+    words |= {"matches no file": "matches no file (texts in memory: declutr.load(MODEL).encode)"}
     words |= {"corpus.text_field": "--text-field or --id-field" if config.id_field else "--text-field"}
 
     def in_options(line: str) -> str:

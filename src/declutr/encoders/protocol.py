@@ -193,8 +193,9 @@ def no_encoder(folder: Path) -> str | None:
         if (folder / "encoder").is_dir():
             return f"{folder} is an adaptation; name its encoder: {folder / 'encoder'}"
         return f"{folder} is an adaptation without a better encoder; name the encoder that it started from"
-    shards = "holds prepared shards, not an encoder" if (folder / "manifest.json").is_file() else "is no encoder"
-    return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
+    kinds = {"manifest.json": "holds prepared shards, not an encoder", "index.json": "is an index, not an encoder"}
+    what = next((kind for file, kind in kinds.items() if (folder / file).is_file()), "is no encoder")
+    return f"{folder} {what}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 
 
 def file_of(name: str, file: str) -> Path | None:

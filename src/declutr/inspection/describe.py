@@ -137,7 +137,7 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
         yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
         yield f"  its card: {path / 'README.md'}"
     else:
-        raise UsageError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
+        raise UsageError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder; name one of them")
 
 
 def _shards(path: Path, num_documents: int) -> Iterator[str]:

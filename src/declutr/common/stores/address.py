@@ -29,6 +29,7 @@ _REMEDIES = {
     "INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH": "Check the credentials",
     "OAuth2 access token": "No credentials for Google Cloud were found: set GOOGLE_APPLICATION_CREDENTIALS to a key "
     "file, or run `gcloud auth application-default login`",
+    "Protocol not known": "Use s3://, gs://, file:// or another protocol of fsspec",
     "NO_SUCH_BUCKET": "Name a bucket that exists",
     "support range requests": "Download the file, and name the copy",
     "NETWORK_CONNECTION": "The store is not reached: check the network, and the address (?endpoint_override=HOST:PORT "

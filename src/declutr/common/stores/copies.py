@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     source, target = options.source, options.target
     setup_logging("copy")
-    if is_remote(source) and is_remote(target):
-        raise NotADirectoryError(f"{source}, {target}: both are addresses: copy to a folder, then from it")
-    if not is_remote(source) and not is_remote(target):
-        raise NotADirectoryError(f"{source}, {target}: neither is an address: use `cp -r`")
-    folder = expand(source if is_remote(target) else target)
+    folders = [expand(place) for place in (source, target) if not is_remote(place)]
+    if len(folders) != 1:
+        what = "neither is an address: use `cp -r`" if folders else "both are addresses: copy to a folder, then from it"
+        raise NotADirectoryError(f"{source}, {target}: {what}")
+    folder = folders[0]
     if is_remote(target):
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder")

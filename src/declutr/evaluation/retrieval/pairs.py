@@ -125,7 +125,7 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id"), hint: str = ""
 def _check_columns(file: str, row: Mapping[str, Any], columns: Sequence[str], hint: str = "") -> None:
     if missing := [name for name in columns if name not in row]:
         near = "".join(suggest(name, sorted(row)) for name in missing)
-        lacks = f"has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(row))}{hint}"
+        lacks = f"has no column {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(row))}{hint}"
         raise DataError(f"{file}: {lacks}")
 
 
@@ -163,7 +163,7 @@ def join_pairs(
     if unknown:
         raise DataError(
             f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {where}: "
-            f"{excerpt(unknown, _MOST_NAMED)}"
+            f"{excerpt(unknown, _MOST_NAMED)}; a `text` must be a whole one"
         )
     numbers = [sorted(numbers) for numbers in relevant.values()]
     return RetrievalTest(list(relevant), texts, numbers, list(targets.values()))
