@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 import declutr
 from declutr.adaptation.candidates import load_transformer
 from declutr.cli.main import main
-from declutr.common.errors import DamagedError, EncoderError
+from declutr.common.errors import ConfigError, DamagedError, EncoderError
 from declutr.embedding.note import read_note
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import in_role
@@ -339,11 +339,11 @@ def test_a_graph_has_the_prompts_of_its_encoder(tmp_path):
 
 @pytest.mark.parametrize(("name", "options", "words"), [
     ("hashed-words:8", {"query_prompt": "q: "}, ("--query-prompt 'q: '", "no effect", "hashed words")),
-    ("folder", {"query_prompt": "x" * 20_000}, ("prompt has 20,000 characters", "16,384")),
+    ("folder", {"query_prompt": "x" * 20_000}, ("query_prompt", "16384 characters")),
     ("unpooled", {"long_texts": "windows", "role": "query"}, ("leaves its prompt out", "long_texts = cut")),
     ("unpooled", {"max_tokens": 4, "role": "query"}, ("its prompt fills the 4 tokens",)),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_applied_are_refused(tmp_path, name, options, words):
     path = name if ":" in name else prompted(tmp_path / "encoder", include=name != "unpooled")
-    with pytest.raises(EncoderError, match=all_of(*words)):
+    with pytest.raises((ConfigError, EncoderError), match=all_of(*words)):
         load_encoder(path, device="cpu", **options).encode(["one two three four five six seven eight nine ten " * 3])

@@ -62,7 +62,7 @@ def broken(data, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
-        ("checkpoint.every_steps=0", [("every_steps = 0", "above 0", "null")]),
+        ("checkpoint.every_steps=0", [("checkpoint.every_steps = 0", "above 0", "null")]),
         ("export=best", [("export = best", "validation.every_steps", "above 0")]),
         ("export=best validation.patience=2", [("validation.every_steps", "above 0")]),
         (

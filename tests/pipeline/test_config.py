@@ -85,7 +85,7 @@ def test_unit_size_grows_only_with_a_corpus_of_too_many_units_and_the_sample_is_
     assert len(list(sample_texts(*args, 100))) == 30
 
 
-OUTPUTS = [("s3://bucket", ("folder", "bucket")), ("s3://", ("folder", "bucket"))]
+OUTPUTS = [("s3://bucket", ("folder", "bucket")), ("s3://", ("bucket", "s3://BUCKET/FOLDER"))]
 OUTPUTS += [("s3://key:secret@bucket/x", "credentials"), ("http://127.0.0.1:1/x", "nothing can be")]
 OUTPUTS += [("s3://bucket/x?endpoint_override=http://127.0.0.1:1", ("nothing can be", "answered"))]
 OUTPUTS += [("nothing://bucket/x", ("nothing can be", "Protocol not known"))]

@@ -236,7 +236,7 @@ def test_report_refuses_what_is_no_run_or_has_no_matplotlib(two, tmp_path, capsy
     (tmp_path / "damaged" / "config.yaml").write_text("[")
     (tmp_path / "broken" / SUMMARY).write_text('{"steps": "x"}')
     for names, message in (
-        (["a", "missing"], "missing: no such folder"), (["a", "a"], "a: is named twice"),
+        (["a", "missing"], "missing: no such file or folder"), (["a", "a"], "a: is named twice"),
         (["a", "damaged/../a"], "a: is named twice"), (["a"] * 9, "9 runs: a page compares at most 8"),
         (["damaged"], "config.yaml"), (["broken"], "summary.json"), (["a"], "pip install matplotlib"),
     ):  # fmt: skip
