@@ -229,6 +229,7 @@ def test_views_of_another_shape_are_refused():
     for views, facts in (
         (lambda embeddings, _: embeddings, ("objective scd", "`views`", "[7, 2, D]")),
         (lambda embeddings, rows: Objective.views(objective, embeddings[1:], rows), ("7 rows", "2 views")),
+        (lambda embeddings, rows: Objective.views(objective, embeddings.detach(), rows), ("`views`", "detach nothing")),
     ):
         objective.views = views
         with pytest.raises(ValueError, match=all_of(facts)):

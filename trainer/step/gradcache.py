@@ -265,10 +265,12 @@ class GradCache:
         batch, views, total = self.batch, self._views(spans), counts.num_rows
         shape = (batch.num_rows, self.task.objective.num_views)
         if views.dim() != 3 or views.shape[:2] != shape:
-            raise ValueError(
+            raise UsageError(
                 f"objective {self.task.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
                 f"[{shape[0]}, {shape[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
             )
+        if batch.num_rows and spans.requires_grad and torch.is_grad_enabled() and not views.requires_grad:
+            raise UsageError(f"objective {self.task.objective.config.kind}: `views` has no gradient; detach nothing")
         table = self.task.comm.all_gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
         if torch.is_grad_enabled() and not table.requires_grad:  # a rank without rows finds detached terms as others do
             table.requires_grad_()
