@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from declutr.adaptation.config import LENGTHS, STATE, AdaptConfig, Lengths, opened
 from declutr.adaptation.paragraphs import Paragraphs, paragraph_pairs
 from declutr.adaptation.passages import Passages, make_passages
-from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
+from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, SENTENCES, choose, compared, judge
 from declutr.common.bootstrap import share
 from declutr.common.errors import UsageError
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
@@ -18,15 +18,25 @@ from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 NAMES, DOCUMENTS = [f"candidate {number}" for number in range(6)], 250
 
 
-def test_choose_takes_the_dearest_unless_a_cheaper_one_is_measurably_better():
-    rng = np.random.default_rng(0)
-    base = np.append(rng.beta(2, 2, DOCUMENTS), np.nan)  # the last document has no distant pair
-    table = {name: {DISTANT: base, PAIRS: np.stack([base, np.ones(len(base))], axis=1)} for name in NAMES}
-    shifts = [(0, NAMES[-1]), (rng.normal(0.01, 0.3, len(base)), NAMES[-1]), (0.02, NAMES[3])]
-    for shift, chosen in shifts:  # the second is higher, and its interval contains 0
-        table[NAMES[3]] = {DISTANT: base + shift, PAIRS: np.stack([base + shift, np.ones(len(base))], axis=1)}
-        assert choose(NAMES, table, DISTANT, 0) == choose(NAMES, table, PAIRS, 0) == chosen
-        assert choose(NAMES[:1], table, DISTANT, 0) == NAMES[0]
+def test_choose_takes_the_highest_score_and_the_first_only_if_it_is_measurably_better():
+    base = np.append(np.random.default_rng(0).beta(2, 2, DOCUMENTS), np.nan)  # the last document has no distant pair
+    noise = np.random.default_rng(1).normal(0, 0.4, len(base))
+    noise += 0.02 - noise[:-1].mean()
+
+    def chosen(**shifts):
+        rows = {name: base + shifts.get(name[-1], 0) for name in NAMES}
+        tables = {name: {DISTANT: row, PAIRS: np.stack([row, np.ones(len(row))], axis=1)} for name, row in rows.items()}
+        names = {choose(NAMES, tables, measure, 0) for measure in (DISTANT, PAIRS)}
+        assert choose(NAMES[:1], tables, DISTANT, 0) == NAMES[0]
+        return names
+
+    assert chosen() == {NAMES[1]}, "of equal ones the cheapest"
+    assert chosen(**{"3": 0.001}) == {NAMES[3]}
+    assert chosen(**{"0": noise, "3": 0.001}) == {NAMES[3]}, "higher, but not measurably"
+    assert chosen(**{"0": 0.02, "3": 0.001}) == {NAMES[0]}
+    rows = zip(NAMES, (0.0, 0.0, 0.2, 0.05), (0.5, 0.5, 0.4, 0.4), strict=False)
+    both = {name: {DISTANT: base + far, SENTENCES: np.array([[asked, 1]])} for name, far, asked in rows}
+    assert choose(NAMES[:4], both, SENTENCES, 0) == NAMES[2]
 
 
 def test_judge_says_how_many_documents_a_point_needs():

@@ -3,7 +3,7 @@
 The closed form whitens embeddings by their covariance within documents, without training. It is WCCN of speaker
 recognition (Hatch et al. 2006). Directions in which the spans of one document differ from each other are shrunk, so
 that what they share counts more. It is DeCLUTR's signal without training: spans of a document belong together. The
-other candidate is a training.
+others are a training, and the closed form after it.
 
 Legend: S spans, D embedding size.
 """
@@ -47,7 +47,8 @@ from declutr.trainer.model.language_model import prompt_ids, vocabulary_of
 from declutr.trainer.train import train
 
 F64 = NDArray[np.float64]
-CLOSED, TRAINED = ORDER = "closed form", "trained"  # all candidates, from the cheapest to the dearest
+CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
+ORDER = CLOSED, TRAINED, BOTH  # all candidates, from the cheapest to the dearest
 RUN = "run"  # name of the folder of the training, among those of the candidates
 POWER = 0.25  # power of the inverse covariance; 0.5 whitens completely
 SHRINKAGE = 0.1  # weight of the identity that is added to the covariance
@@ -179,6 +180,8 @@ class CandidateBuilder:
         place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
             return
+        if name == BOTH:
+            self.make(TRAINED, start, steps)
         run = self.folder / RUN
         if name == TRAINED and not (run / EXPORT).is_dir():  # a stop after the training repeats nothing
             pooling, prompts = start.encoder.config.pooling, (start.in_role("query").prompt, document_prompt(start))
@@ -186,8 +189,9 @@ class CandidateBuilder:
             with own_words():
                 train(config)
         with atomic_folder(place) as aside:
-            if name == CLOSED:
-                write_whitened(start, within_sums(start, self.data, self.config.passage_tokens), aside)
+            if name in (CLOSED, BOTH):
+                origin = start if name == CLOSED else self.load(TRAINED)
+                write_whitened(origin, within_sums(origin, self.data, self.config.passage_tokens), aside)
             else:
                 write_trained(start, load_transformer(run / EXPORT, trust), aside)
 
