@@ -125,12 +125,12 @@ def test_page_is_plain_markdown(path):
 
 def test_picture_of_the_readme_shows_the_file_of_results():
     """A point of recall is 32 pixels, and the first is at 170."""
-    file = ROOT / "benchmarks/results/adapt_all-minilm-l6-v2_epyc-2cores_2026-11-24.json"
-    runs = [run for run in json.loads(file.read_text())["runs"] if run["chosen"]]
+    file = ROOT / "benchmarks/results/adapt-queries_all-minilm-l6-v2_epyc-2cores_2026-11-30.json"
+    runs = [run for run in json.loads(file.read_text())["runs"] if run["chosen"] and run["sentences"]["low"]]
     picture = (DOCS / "adapted.svg").read_text()
     assert re.findall(r'y="\d+">(\S+, seed \d)<', picture) == [f"{run['source']}, seed {run['seed']}" for run in runs]
     lines = re.findall(r'x1="([\d.]+)" x2="([\d.]+)" y1="\d+" y2="\d+" stroke="\S+" stroke-width="3"', picture)
     middles = re.findall(r'<circle cx="([\d.]+)"', picture)
     pixels = [(low, middle, high) for (low, high), middle in zip(lines, middles, strict=True)]
-    values = [[run["distant"][name] for name in ("low", "value", "high")] for run in runs]
+    values = [[run["sentences"][name] for name in ("low", "value", "high")] for run in runs]
     assert pixels == [tuple(f"{170 + 32 * value:.1f}" for value in row) for row in values]
