@@ -133,9 +133,9 @@ def overlap(key: str, other: str) -> bool:
 
 
 def unknown(where: str, words: Iterable[str], choices: Iterable[str], what: str) -> list[str]:
-    """A problem for each word that is not among the choices."""
+    """A problem for each word that is not among the choices; `where` stands before the word."""
     names = list(choices)
-    return [f"{where}.{word}: no {what}{suggest(word, names)}" for word in words if word not in names]
+    return [f"{where}{word}: no {what}{suggest(word, names)}" for word in words if word not in names]
 
 
 def _problems(item: Item) -> Iterator[str]:
@@ -145,21 +145,21 @@ def _problems(item: Item) -> Iterator[str]:
     for name, scale in item.scales.items():
         if bool(scale.config) != bool(item.axes):
             yield f"scales.{name}.config: runs need one, and encoders that are not trained have none"
-        yield from unknown(f"scales.{name}.axes", scale.axes, item.axes, "axis of the item")
+        yield from unknown(f"scales.{name}.axes.", scale.axes, item.axes, "axis of the item")
         columns = scale.columns or item.columns
         scored = [heading for heading, column in columns.items() if column.tasks]
         for heading, column in columns.items():
-            yield from unknown(f"columns.{heading}.mean_of", column.mean_of, scored, "column with tasks")
+            yield from unknown(f"columns.{heading}.mean_of.", column.mean_of, scored, "column with tasks")
         yield from _axis_problems(item.axes_of(name))
     axis_of = {label: axis for axis, labels in item.axes.items() for label in labels}
     for pair in item.pairs:
-        yield from unknown("pairs", pair, axis_of, "label of an axis")
+        yield from unknown("pairs.", pair, axis_of, "label of an axis")
         if len(axes := dict.fromkeys(axis_of[label] for label in pair if label in axis_of)) > 1:
             yield f"pairs: {' and '.join(pair)} are labels of two axes, {' and '.join(axes)}"
     cells = [", ".join(labels) for labels in product(*item.axes.values())]
-    yield from unknown("printed", item.printed, item.encoders or cells, "run of the item")
+    yield from unknown("printed.", item.printed, item.encoders or cells, "run of the item")
     for run, numbers in item.printed.items():
-        yield from unknown(f"printed.{run}", numbers, item.columns, "column")
+        yield from unknown(f"printed.{run}.", numbers, item.columns, "column")
     for key, value in flat_keys(item.model_dump()).items():
         if "trust_remote_code" in key.split(".") and value is not False:  # the file may come from someone else
             yield f"{key} cannot be granted by a file; if you trust the code of that model, add it to the command"

@@ -99,8 +99,8 @@ class ItemPlan:
             if seed == seeds[0] or isinstance(source, Prepared)  # an encoder that is not trained is scored once
         ]
         labels = dict.fromkeys(word for run in runs for word in (*run.labels.values(), run.cell))
-        for problem in unknown("--only", only, labels, f"label of {name}, which has {', '.join(labels)}"):
-            raise UsageError(problem.replace("--only.", "--only "))
+        for problem in unknown("--only ", only, labels, f"label of {name}, which has {', '.join(labels)}"):
+            raise UsageError(problem)
         if len({run.folder for run in runs}) < len(runs):
             raise UsageError(f"{name}: two runs would have one folder; give each label and seed once")
         poolings = {run.config.encoder.pooling for run in runs if run.config}
