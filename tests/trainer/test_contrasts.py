@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from groups import run_group
 from measures import deviation
-from messages import all_of
+from messages import says
 from tiny import contrastive, declutr, rows_of, tiny_encoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -304,13 +304,26 @@ def test_queue_holds_the_latest_and_only_as_negatives():
         plain.restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
 
 
-def test_wrong_arguments_and_losses_with_class_weights_are_named_and_a_miner_chooses_what_counts():
-    def metric_loss(loss, **settings):
-        return metric_learning_loss(MetricLearningConfig(kind="pytorch_metric_learning", loss=loss, **settings))
+def test_losses_and_miners_that_cannot_be_used_are_named_and_a_miner_chooses_what_counts():
+    def named(loss, **settings):
+        return MetricLearningConfig(kind="pytorch_metric_learning", loss=loss, **settings)
 
-    with pytest.raises(ValueError, match=all_of("objective.loss NTXentLoss", "miner None", "'temperatur'")):
-        metric_loss("NTXentLoss", loss_arguments={"temperatur": 0.05})
-    with pytest.raises(ValueError, match=all_of("objective.loss = ArcFaceLoss", "class weights")):
-        metric_loss("ArcFaceLoss", loss_arguments={"num_classes": 4, "embedding_size": 5})
+    def metric_loss(loss, **settings):
+        return metric_learning_loss(named(loss, **settings))
+
+    refused = {
+        ("NTXentLoss", "loss_arguments", "temperatur"): ("'temperatur'",),
+        ("ArcFaceLoss", "loss_arguments", "num_classes"): ("missing", "'embedding_size'"),
+        ("ProxyNCALoss", "loss_arguments", "num_classes embedding_size"): ("class weights",),
+        ("SubCenterArcFaceLoss", "loss_arguments", ""): ("KeyError", "'num_classes'"),
+        ("VICRegLoss", "loss_arguments", ""): ("not supported",),
+    }
+    for (loss, setting, names), facts in refused.items():
+        values = dict.fromkeys(names.split(), 4)
+        says(named(loss, **{setting: values}).problems(), f"objective.loss.loss = {loss}", *facts)
+    says(named("NTXentLoss", miner="BaseMiner").problems(), "objective.loss.miner = BaseMiner", "NotImplementedError")
+    before = torch.random.get_rng_state()
+    assert named("NTXentLoss", miner="DistanceWeightedMiner").problems() == []
+    assert torch.equal(before, torch.random.get_rng_state())
     plain, mined = metric_loss("TripletMarginLoss"), metric_loss("TripletMarginLoss", miner="BatchHardMiner")
     assert mined(randn(12, 5)) > plain(randn(12, 5))

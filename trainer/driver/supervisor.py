@@ -143,7 +143,7 @@ class Supervisor:
             if isinstance(outcome, GroupFailure):
                 self._continue_after(blame_memory(outcome, kills_before))
             elif outcome.get("given_up"):
-                raise TrainingFailedError(f"{outcome['given_up']}. Earlier checkpoints are in {self._checkpoints}")
+                raise TrainingFailedError(f"{outcome['given_up']}. Checkpoints so far, if any: {self._checkpoints}")
             elif outcome.get("early"):
                 return int(outcome["step"])
             elif self.signals.received is not None:
