@@ -72,7 +72,7 @@ def _runs(options: argparse.Namespace, source: str, seed: int) -> Iterator[dict[
     settings = f"-{hash_file(options.settings)[:8]}" if options.settings else ""
     output = options.work / f"{corpus.stem}-seed{seed}{settings}"
     result = adapt(options.start, corpus, output, stsb=options.stsb, minutes=options.minutes, seed=seed)
-    same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
+    same = {"source": source, "seed": seed} | {key: result.facts[key] for key in ("documents", "steps", "words_weight")}
     for row in result.rows[1:]:  # the first row is the start
         chosen = row.name == result.chosen
         measures = {"distant": DISTANT, "queries": HEADINGS, "sentences": SENTENCES}

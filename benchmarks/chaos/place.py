@@ -95,11 +95,7 @@ def small_disks(run: Run) -> Iterator[None]:
 
 
 class Nodes:
-    """Ray cluster of several nodes on this machine: a head without room for workers, and nodes for one worker each.
-
-    Attributes:
-        address: address of the cluster.
-    """
+    """Ray cluster of several nodes here, at `address`: a head without room for workers, and nodes for one each."""
 
     def __init__(self, census: Census, number: int) -> None:
         from ray.cluster_utils import Cluster

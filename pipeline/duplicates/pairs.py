@@ -215,10 +215,7 @@ class Decisions:
 
 
 def decide(pairs: DuplicatePairs) -> Decisions:
-    """Drops every document that pairs with an earlier kept one.
-
-    Of equal texts only the first has near pairs; the others follow its decision.
-    """
+    """Drops documents that pair with an earlier kept one; of equal texts the first decides for all."""
     near = ~pairs.exact
     dropped, kept, similarity = _decide_near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])
     # A twin of a dropped original gets the original's kept document and similarity.

@@ -37,10 +37,7 @@ _CONTINUATION_BYTES = 3  # of the longest character
 
 
 def decode(raw: Buffer, source: str, offset: int) -> Record:
-    """A document of these bytes; a failure if they are not UTF-8 or hold NUL bytes, which text never does.
-
-    A byte order mark at the start of a file is removed.
-    """
+    """A document of these bytes, without a byte order mark of a file; a failure if not UTF-8, or with NUL bytes."""
     try:
         text = str(raw, "utf-8")
     except UnicodeDecodeError as error:

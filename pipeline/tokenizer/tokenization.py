@@ -146,11 +146,7 @@ def train_tokenizer(
     texts: Iterable[str],  # normalised texts; the same texts in the same order give the same tokenizer
     vocab_size: int,  # number of tokens; a small sample may give fewer
 ) -> Any:
-    """Trains a byte-level BPE with the special tokens <s>=0 <pad>=1 </s>=2 <unk>=3 <mask>=4, as RoBERTa uses them.
-
-    Returns:
-        A `transformers.PreTrainedTokenizerFast`.
-    """
+    """Trains a byte-level BPE (PreTrainedTokenizerFast) with RoBERTa's <s>=0 <pad>=1 </s>=2 <unk>=3 <mask>=4."""
     from transformers import PreTrainedTokenizerFast
 
     # As in RoBERTa: the mask takes the space before it, so that a masked word and its space are one token.

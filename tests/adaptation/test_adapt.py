@@ -92,6 +92,15 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
             assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
     with opened(config, output) as state:
         job = _Adaptation(config, output, None, state, start, None)
+        for name, model in (("start", start), (result.chosen, candidates[result.chosen])):
+            by_weight = {
+                weight: job._scored(job.sets["development"], model, weight) for weight in adaptation_scores.WEIGHTS[1:]
+            }
+            weight = max(by_weight, key=lambda weight: np.nanmean(by_weight[weight]["distant"]))
+            with_words = np.nanmean(test.encoder(model, weight)["distant"])
+            assert scores[f"{name} + IDF cosine"] == pytest.approx(with_words, abs=1e-6), name
+        assert written["words_weight"] == weight
+        assert f"--weight {weight:g}" in result.general or result.encoder is None
         for outcome in ("better", "worse"):
             verdict = dataclasses.replace(result.verdict, outcome=outcome)
             job._finish(verdict, TRAINED, candidates[TRAINED], list(result.rows), 1, [])
@@ -183,7 +192,7 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
         real = TransformerEncoder.windows
         with patch.object(TransformerEncoder, "windows", autospec=True, side_effect=real) as windows:
             assert np.array_equal(test.encoder(start)["pairs"], alone)
-            assert np.array_equal(test.encoder(start, with_idf=True)["pairs"], with_idf)
+            assert np.array_equal(test.encoder(start, 1.0)["pairs"], with_idf)
         cut += [len(call.args[1]) for call in windows.mock_calls]
         assert [row["pairs"].tolist() for row in test.lexical().values()] == [bm25.tolist(), idf.tolist()]
     assert cut == [len(pairs.texts)]

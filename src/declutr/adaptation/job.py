@@ -25,26 +25,17 @@ from declutr.adaptation.candidates import (
     steps_within,
 )
 from declutr.adaptation.checks import Inputs, check_lengths, checked, own_words
-from declutr.adaptation.config import BATCH_DOCUMENTS, ENCODER, REPORT, AdaptConfig, Lengths, State, opened
+from declutr.adaptation.config import BATCH_DOCUMENTS, ENCODER, AdaptConfig, Lengths, State, opened
 from declutr.adaptation.paragraphs import paragraph_pairs
 from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
-from declutr.adaptation.result import (
-    Kind,
-    Result,
-    Row,
-    SearchExample,
-    adapted_card,
-    lost_in_general,
-    search_examples,
-    write_adaptation_page,
-    write_result,
-)
+from declutr.adaptation.result import Kind, Result, Row, SearchExample, lost_in_general, search_examples, write
 from declutr.adaptation.scores import (
     DISTANT,
     MEANING,
     MIN_FOLDED,
     PAIRS,
     SENTENCES,
+    WEIGHTS,
     TestSet,
     Values,
     Verdict,
@@ -53,14 +44,15 @@ from declutr.adaptation.scores import (
     judge,
     merged,
     plain,
+    total,
 )
 from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import UsageError, missing_extra
+from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, listed
-from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
+from declutr.common.storage import hash_json, read_json, write_json
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import IDF
 from declutr.evaluation.retrieval.pairs import RetrievalTest
@@ -69,7 +61,6 @@ from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.model.language_model import prompt_ids
 
 _START, _START_IDF = "start", f"start + {IDF}"
@@ -151,6 +142,7 @@ class _Adaptation:
     start: TransformerEncoder
     pairs: RetrievalTest | None
     own: dict[str, list[str]] | None = None
+    weight: float = 0.5  # of the IDF cosine beside the candidate, where no development rows choose it
 
     @cached_property
     def builder(self) -> CandidateBuilder:
@@ -218,35 +210,39 @@ class _Adaptation:
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
-        scored = self._development(development)
+        weight = self._weight(development, self.start)
+        scored = self._development(development, weight)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
         chosen = choose(candidates, scored, self.primary, self.config.seed)
-        self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
+        encoder = self.builder.load(chosen)
+        self.weight = self._weight(development, encoder)
+        of_words = f"with {self.weight:g} times the {IDF} (the start {weight:g})"
+        self._say(f"chosen on development {self.rows}: {chosen}, {of_words}; scoring all rows on test {self.rows}")
         # counted before the scores: a stop after them is a look, too
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        start, encoder = self._scored(test, self.start), self.builder.load(chosen)
+        start = self._scored(test, self.start)
         values = {name: self._scored(test, self.builder.load(name)) for name in candidates}
-        rows = self._rows(test, start, values)
-        rows[f"{chosen} + {IDF}", "hybrid"] = self._scored(test, encoder, with_idf=True)
+        rows = self._rows(test, weight, start, values)
+        rows[f"{chosen} + {IDF}", "hybrid"] = self._scored(test, encoder, self.weight)
         # by one measure: several would be several chances
         verdict = judge(start, values[chosen], self.primary, self.config.seed)
         examples = [] if self.config.private else search_examples(test, self.start, encoder)
         return self._finish(verdict, chosen, encoder, self._table(rows), looks, examples)
 
-    def _rows(self, test: TestSet, start: Values, candidates: dict[str, Values]) -> Rows:
+    def _rows(self, test: TestSet, weight: float, start: Values, candidates: dict[str, Values]) -> Rows:
         rows: Rows = {(_START, "start"): start}
-        rows |= {(name, "baseline"): values for name, values in self._baselines(test).items()}
+        rows |= {(name, "baseline"): values for name, values in self._baselines(test, weight).items()}
         return rows | {(name, "candidate"): values for name, values in candidates.items()}
 
     def _table(self, rows: Rows, min_rows: int = MIN_ROWS) -> list[Row]:
         start, seed = rows[_START, "start"], self.config.seed
         return [Row.of(name, kind, start, values, seed, min_rows) for (name, kind), values in rows.items()]
 
-    def _development(self, test: TestSet) -> dict[str, Values]:
+    def _development(self, test: TestSet, weight: float) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
         self._say("scoring the start and the lexical baselines on development documents")
         scored = {_START: self._scored(test, self.start)}
-        for name, values in self._baselines(test).items():
+        for name, values in self._baselines(test, weight).items():
             self._tell(name, scored[_START], values)
         steps = self._steps(test)
         names = ORDER if steps else (CLOSED,)
@@ -261,8 +257,13 @@ class _Adaptation:
         sentence = compared(start, values, self.config.seed)[self.primary].sentence()
         get_logger().info("%s against the start, %s of development %s: %s", name, self.primary, self.rows, sentence)
 
-    def _baselines(self, test: TestSet) -> dict[str, Values]:
-        return {**test.lexical(), _START_IDF: test.encoder(self.start, with_idf=True)}
+    def _baselines(self, test: TestSet, weight: float) -> dict[str, Values]:
+        return {**test.lexical(), _START_IDF: self._scored(test, self.start, weight)}
+
+    def _weight(self, test: TestSet, encoder: TransformerEncoder) -> float:
+        """The weight of the words beside an encoder with the highest score on development rows; 1 if they are few."""
+        weights = WEIGHTS[1:] if test.num_rows(self.primary) >= MIN_ROWS else (1.0,)
+        return max(weights, key=lambda weight: total(self._scored(test, encoder, weight), self.primary))
 
     def _steps(self, test: TestSet | None, of_fold: int = 0) -> int:
         """Steps for which there is time, decided once; 0 if nothing could choose by the rows of `test`, or be trained.
@@ -320,8 +321,8 @@ class _Adaptation:
             others = [text for number, text in enumerate(documents) if number % FOLDS != fold]
             self.builder = self._fit(str(fold), others, name, steps)
             encoder, looks = self.builder.load(name), self.state.look(look)
-            rows = self._rows(test, self._scored(test, self.start), {name: self._scored(test, encoder)})
-            folds.append(rows | {(f"{name} + {IDF}", "hybrid"): self._scored(test, encoder, with_idf=True)})
+            rows = self._rows(test, 1.0, self._scored(test, self.start), {name: self._scored(test, encoder)})
+            folds.append(rows | {(f"{name} + {IDF}", "hybrid"): self._scored(test, encoder, self.weight)})
         rows = {row: merged([fold[row] for fold in folds]) for row in folds[0]}
         verdict = judge(rows[_START, "start"], rows[name, "candidate"], self.primary, self.config.seed, MIN_FOLDED)
         if better := verdict.outcome == "better":
@@ -352,11 +353,12 @@ class _Adaptation:
         learned_from = ShardSet(self.builder.data, "train").num_documents if encoder is not None or fits else 0
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
-            general += ". Rebuild existing indexes: the embeddings differ from those of the start."
+            general += f". Build indexes again (`--hybrid --weight {self.weight:g}`): the embeddings are others."
         facts: dict[str, float] = {
             "documents": load_manifest(self.output / "data").totals["kept"],
             "training_documents": learned_from,
             "steps": self.state.steps or 0,
+            "words_weight": self.weight,
             "seconds": round(self.state.seconds_used),
         }
         long, kept = self.config.lengths.long, facts["documents"]
@@ -375,28 +377,16 @@ class _Adaptation:
             facts=facts,
             folded=bool(fits),
         )
-        if encoder is not None and better:
-            with atomic_folder(place, replace=True) as aside:
-                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)  # `aside` exists already
-                write_text(aside / CARD, adapted_card(self.config, result, encoder))
-        elif place.exists():
-            shutil.rmtree(place)  # of an earlier verdict; a folder that looks like a result would be used
-        write_result(result, self.output)
-        page = self.output / REPORT
-        if lack := missing_extra("report", f"{page} is not written"):
-            page.unlink(missing_ok=True)  # it would show an earlier verdict
-            get_logger().warning("%s, and the same command writes it", lack)
-        else:
-            write_adaptation_page(result, page)
+        write(result, self.output, self.builder.place(chosen), encoder, self.config)
         return result
 
-    def _scored(self, test: TestSet, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
-        """Values of an encoder, kept in the folder so that a later start does not compute them again."""
-        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest, with_idf])[:32]}.json"
+    def _scored(self, test: TestSet, encoder: TransformerEncoder, weight: float = 0.0) -> Values:
+        """Values of an encoder, with words on request, kept so that a later start does not compute them again."""
+        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest, weight])[:32]}.json"
         if path.is_file():
             # a null becomes NaN again
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
-        scores = test.encoder(encoder, with_idf)
+        scores = test.encoder(encoder, weight)
         write_json(path, plain(scores))  # scoring takes minutes, and a later start needs it again
         return scores
 

@@ -1,6 +1,7 @@
 """The result of an adaptation: every row of the table, the verdict, what was lost; its JSON file and its page."""
 
 import math
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -9,16 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.candidates import CLOSED
-from declutr.adaptation.config import AdaptConfig
+from declutr.adaptation.config import ENCODER, REPORT, AdaptConfig
 from declutr.adaptation.scores import MEANING, PAIRS, TestSet, Values, Verdict, compared, moved
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
+from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
+from declutr.common.errors import missing_extra
 from declutr.common.paths import expand
-from declutr.common.storage import write_json
+from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import stsb_values
 from declutr.report.page import write_page
-from declutr.trainer.driver.model_card import Card, called
+from declutr.trainer.driver.model_card import CARD, Card, called
 
 RESULT = "result.json"
 Kind = Literal["start", "baseline", "candidate", "hybrid"]
@@ -142,6 +145,29 @@ def search_examples(test: TestSet, before: TransformerEncoder, after: Transforme
         return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS)
 
     return [SearchExample(excerpt(place), nearest(first, place), nearest(second, place)) for place in chosen]
+
+
+def write(
+    result: Result,
+    output: Path,  # of the command
+    candidate: Path,  # folder of the chosen one
+    encoder: TransformerEncoder | None,  # in it; None: nothing is chosen
+    config: AdaptConfig,
+) -> None:
+    """Writes the encoder if it is better, `result.json`, and the page if its extra is installed."""
+    place, page = output / ENCODER, output / REPORT
+    if encoder is not None and result.encoder is not None:
+        with atomic_folder(place, replace=True) as aside:
+            shutil.copytree(candidate, aside, dirs_exist_ok=True)  # `aside` exists already
+            write_text(aside / CARD, adapted_card(config, result, encoder))
+    elif place.exists():
+        shutil.rmtree(place)  # of an earlier verdict; a folder that looks like a result would be used
+    write_result(result, output)
+    if lack := missing_extra("report", f"{page} is not written"):
+        page.unlink(missing_ok=True)  # it would show an earlier verdict
+        get_logger().warning("%s, and the same command writes it", lack)
+    else:
+        write_adaptation_page(result, page)
 
 
 def write_result(result: Result, folder: Path) -> None:

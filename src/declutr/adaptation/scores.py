@@ -29,6 +29,8 @@ MEANING = {
     PAIRS: "recall@1 of your queries",
 }
 STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, SENTENCES: share, PAIRS: share}
+WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+"""Weights of the IDF cosine beside the encoder's; a start is best with about 1, an adapted encoder with about 0.5."""
 Values = dict[str, F64]
 """Values by measure: `(n,)` distant, `(n, 2)` headings and sentences, `(A, 2)` recalls and queries of A answers."""
 Cosines = tuple[F32, F32, F32]
@@ -43,7 +45,7 @@ class TestSet:
     pairs: RetrievalTest | None = None  # all of the user's pairs, if there are any
     # numbers of the queries of this split.
     own: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it, because their
+    # `(Q,)` recall@1 of all queries with each weight of `WEIGHTS`, by encoder. Both splits share it, because their
     # queries search the same texts.
     recalls: dict[str, list[F64]] = field(default_factory=dict)
     paragraphs: Paragraphs = NO_PARAGRAPHS  # sentences that search, and what they search
@@ -82,23 +84,23 @@ class TestSet:
             values[BM25][PAIRS], values[IDF][PAIRS] = self._recalls(None)
         return values
 
-    def encoder(self, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
-        """Values of an encoder, with the IDF cosines added to its own on request."""
-        values = self._values(*self._cosines(encoder, with_idf))
+    def encoder(self, encoder: TransformerEncoder, weight: float = 0.0) -> Values:
+        """Values of an encoder, with the IDF cosines, times one of `WEIGHTS`, added to its own."""
+        values = self._values(*self._cosines(encoder, weight))
         if self.pairs is not None:
-            values[PAIRS] = self._recalls(encoder)[int(with_idf)]
+            values[PAIRS] = self._recalls(encoder)[WEIGHTS.index(weight)]
         return values
 
     def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
         """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
-        scores, *_ = self._cosines(encoder, with_idf=False)
+        scores, *_ = self._cosines(encoder)
         owners, rows = self.passages.owners, np.arange(len(scores))
         # the passage itself is near, too
         near = (owners[:, None] == owners) & ~self.passages.apart(rows[:, None], rows)
         places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
         return places
 
-    def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> Cosines:
+    def _cosines(self, encoder: TransformerEncoder, weight: float = 0.0) -> Cosines:
         """Cosines of an encoder, which embeds the texts once."""
         if encoder.fingerprint not in self._embedded:
             asking, document = encoder.in_role("query"), encoder.in_role("document")
@@ -111,18 +113,22 @@ class TestSet:
             self._embedded[encoder.fingerprint] = tuple(map(unit_rows, rows))
         passages, headings, queries, answers = self._embedded[encoder.fingerprint]
         cosines = passages @ passages.T, headings @ passages.T, queries @ answers.T
-        if not with_idf:
+        if not weight:
             return cosines
-        first, second, third = (own + idf for own, idf in zip(cosines, self._scores_of_words[IDF], strict=True))
+        words = self._scores_of_words[IDF]
+        first, second, third = (own + np.float32(weight) * idf for own, idf in zip(cosines, words, strict=True))
         return first, second, third
 
     def _recalls(self, encoder: TransformerEncoder | None) -> list[F64]:
-        """`(A, 2)` recalls@1 and queries of the split's answers, without and with IDF; without an encoder of words."""
+        """`(A, 2)` recalls@1 and queries of the split's answers by `WEIGHTS`; without an encoder of words."""
         assert self.pairs is not None
         key = encoder.fingerprint if encoder else "lexical"
         if key not in self.recalls:
             words = self._pairs_lexicon
-            rows = score_encoder(self.pairs, encoder, words) if encoder else score_lexical(self.pairs, words)
+            if encoder:
+                rows = score_encoder(self.pairs, encoder, words, weights=WEIGHTS[1:])
+            else:
+                rows = score_lexical(self.pairs, words)
             self.recalls[key] = [row.values[:, 0] for row in rows]
         # numbered anew, because `grouped` makes a row of each number, also of the other half's
         answers = np.unique(self.pairs.answers[self.own], return_inverse=True)[1]
@@ -233,14 +239,16 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
     some 120 development documents have noise of three points, so that the higher one was the closed form's in some.
     Distant passages count as much as sentences, of which a document has four. Of equal scores the cheaper one is taken.
     """
-    measures = (SENTENCES, DISTANT) if primary == SENTENCES else (primary,)
-
-    def score(name: str) -> float:
-        values = [development[name][measure] for measure in measures]
-        # documents without a distant pair have no value, and of short documents none has
-        rows = [table[~np.isnan(table).reshape(len(table), -1).any(axis=1)] for table in values]
-        return sum(STATISTICS[measure](row) for measure, row in zip(measures, rows, strict=True) if len(row))
-
-    cheapest, best = order[0], max(order[1:] or order, key=score)  # max keeps the first
+    cheapest, best = order[0], max(order[1:] or order, key=lambda name: total(development[name], primary))
     outcome = judge(development[best], development[cheapest], primary, seed).outcome
     return cheapest if outcome == "better" else best
+
+
+def total(values: Values, primary: str) -> float:
+    """What chooses: the score of the measure that judges; sentences have that of distant passages added."""
+    measures, scores = (SENTENCES, DISTANT) if primary == SENTENCES else (primary,), 0.0
+    for measure in measures:
+        # documents without a distant pair have no value, and of short documents none has
+        rows = values[measure][~np.isnan(values[measure]).reshape(len(values[measure]), -1).any(axis=1)]
+        scores += STATISTICS[measure](rows) if len(rows) else 0.0
+    return scores

@@ -84,7 +84,7 @@ def _compared(
         "trained": test.encoder(encoder),
         "BM25": words[BM25],
         "IDF cosine": words[IDF],
-        "trained + IDF": test.encoder(encoder, with_idf=True),
+        "trained + IDF": test.encoder(encoder, 1.0),
     }
     return (
         {name: STATISTICS[DISTANT](row[DISTANT][test.passages.scorable]) for name, row in values.items()},

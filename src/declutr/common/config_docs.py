@@ -1,7 +1,4 @@
-"""What configuration models say of their settings: keys, kinds, and meanings as YAML comments and Markdown tables.
-
-The meanings are the docstrings of the fields.
-"""
+"""Keys, kinds and meanings (docstrings of fields) of settings, as YAML comments and Markdown tables."""
 
 import inspect
 import math

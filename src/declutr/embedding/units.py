@@ -1,7 +1,4 @@
-"""Settings of `declutr embed` and its units of work.
-
-A unit turns texts to one file of embeddings, complete or absent, and a sidecar that marks it as done.
-"""
+"""Settings of `declutr embed`, and its units: texts to a whole file of embeddings, then a sidecar that marks it."""
 
 import itertools
 import re

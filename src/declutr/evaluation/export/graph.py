@@ -191,10 +191,7 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
 
 
 def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
-    """Replace a graph in float32 by one in integers; return its number of linear layers.
-
-    `inputs` are batches of texts that decide the ranges of activations.
-    """
+    """Replace a float32 graph by one in integers, its ranges from `inputs`; return its number of linear layers."""
     model = onnx.load(path)
     graph = model.graph
     values = {tensor.name: tensor for tensor in graph.initializer}

@@ -104,13 +104,20 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
 
 def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[RetrievalScores]:
     """The rows of the baselines."""
-    return [_by_chunks(BM25, test, lexicon.bm25), _by_chunks(IDF, test, lexicon.idf_cosine)]
+    return [
+        _by_chunks(BM25, test, lambda part: lexicon.bm25(test.queries[part])),
+        _by_chunks(IDF, test, lambda part: lexicon.idf_cosine(test.queries[part])),
+    ]
 
 
 def score_encoder(
-    test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexicon, sizes: Sequence[int] = ()
+    test: RetrievalTest,
+    encoder: SentenceEncoder,
+    lexicon: Lexicon,
+    sizes: Sequence[int] = (),  # of the embedding, each a row, alone
+    weights: Sequence[float] = (1.0,),  # of the IDF cosine, each a row
 ) -> list[RetrievalScores]:
-    """The rows of an encoder: alone, and with the IDF cosine added to its cosine; of smaller sizes too, alone.
+    """The rows of an encoder: smaller sizes, the whole alone, and with the IDF cosine added to its cosine.
 
     The score of a text is that of its best window.
     """
@@ -122,28 +129,25 @@ def score_encoder(
             encoder.name,
             cosine,
         )
-    asking = in_role(encoder, "query")
+    queries = in_role(encoder, "query").encode(test.queries)
     starts = np.flatnonzero(np.diff(owners, prepend=-1))  # windows of a text are neighbours
 
-    def cosines(queries: Sequence[str], texts: F32 = whole) -> F32:
-        rows = unit_rows(asking.encode(queries)[:, : texts.shape[1]])
-        return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
-
-    def with_idf(queries: Sequence[str]) -> F32:
-        return cosines(queries) + lexicon.idf_cosine(queries)
+    def scores(part: slice, size: int | None = None, weight: float = 0.0) -> F32:
+        texts = unit_rows(whole[:, :size]) if size else whole
+        values = np.maximum.reduceat(unit_rows(queries[part, :size]) @ texts.T, starts, axis=1)
+        return values + np.float32(weight) * lexicon.idf_cosine(test.queries[part]) if weight else values
 
     name = encoder.name
-    of_sizes = [
-        _by_chunks(f"{name} [{size}]", test, partial(cosines, texts=unit_rows(whole[:, :size]))) for size in sizes
-    ]
-    return [*of_sizes, _by_chunks(name, test, cosines), _by_chunks(f"{name} + {IDF}", test, with_idf)]
+    of_sizes = [_by_chunks(f"{name} [{size}]", test, partial(scores, size=size)) for size in sizes]
+    hybrid = [_by_chunks(f"{name} + {IDF}", test, partial(scores, weight=weight)) for weight in weights]
+    return [*of_sizes, _by_chunks(name, test, scores), *hybrid]
 
 
-def _by_chunks(name: str, test: RetrievalTest, scores: Callable[[Sequence[str]], F32]) -> RetrievalScores:
+def _by_chunks(name: str, test: RetrievalTest, scores: Callable[[slice], F32]) -> RetrievalScores:
     """A row of the table, with the scores of a few queries in memory at a time."""
     starts = range(0, len(test.queries), _CHUNK_QUERIES)
     parts = [slice(start, start + _CHUNK_QUERIES) for start in starts]
-    values = [measures(scores(test.queries[part]), test.relevant[part]) for part in parts]
+    values = [measures(scores(part), test.relevant[part]) for part in parts]
     return RetrievalScores(name, np.concatenate(values), test.answers)
 
 

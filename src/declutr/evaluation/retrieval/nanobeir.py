@@ -137,10 +137,7 @@ def score_nanobeir(
 
 
 def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]], folder: Path) -> str:
-    """Write `nanobeir.json` (all measures) and `nanobeir.md` (nDCG@10 in percent); return the table.
-
-    `scored` has the means of the measures by test, by encoder.
-    """
+    """Write means by test, by encoder: `nanobeir.json` (all), `nanobeir.md` (nDCG@10, percent); return the table."""
     facts = {
         nano.name: {"queries": len(nano.test.queries), "texts": len(nano.test.texts), "left_out": nano.left_out}
         | {"hash": nano.digest}
