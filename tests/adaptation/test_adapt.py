@@ -23,8 +23,9 @@ from declutr.adaptation.checks import as_options
 from declutr.adaptation.config import AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
 from declutr.adaptation.passages import _select, held_out_documents, make_passages
+from declutr.adaptation.result import Result
 from declutr.cli.main import main
-from declutr.common.bootstrap import grouped
+from declutr.common.bootstrap import Comparison, grouped
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.common.paths import listed
@@ -34,7 +35,9 @@ from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import read_test
 from declutr.pipeline.filters.document_filter import normalise
+from declutr.pipeline.job.outcome import too_many_failed
 from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.ledger import Counts, Losses
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint
@@ -100,10 +103,11 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
             with_words = np.nanmean(test.encoder(model, weight)["distant"])
             assert scores[f"{name} + IDF cosine"] == pytest.approx(with_words, abs=1e-6), name
         assert written["words_weight"] == weight
-        assert f"--weight {weight:g}" in result.general or result.encoder is None
+        before, after = (f"{100 * scores[f'{name} + IDF cosine']:.1f}" for name in ("start", result.chosen))
+        says(result.general, f"--weight {weight:g}", f"{before} before", f"{after} after")
         for outcome in ("better", "worse"):
             verdict = dataclasses.replace(result.verdict, outcome=outcome)
-            job._finish(verdict, TRAINED, candidates[TRAINED], list(result.rows), 1, [])
+            job._finish(verdict, TRAINED, candidates[TRAINED], {}, 1, [])
             if outcome == "better":
                 assert load_transformer(str(output / "encoder")).fingerprint == candidates[TRAINED].fingerprint
     assert not (output / "encoder").exists(), "a worse one is not kept"
@@ -322,8 +326,26 @@ def test_settings_of_the_file_are_those_of_an_adaptation():
 
 
 def test_messages_of_a_preparation_name_options():
-    assert as_options("2.40% is more than max_error_rate = 0.01. Repair") == "2.40% is more than 1%. Repair"
+    counts = Counts(read=50, kept=48, dropped={}, failed={"nul_bytes": 2}, text_bytes=9, longest_tokens=9)
+    failed = as_options(too_many_failed(counts, [], 0.01, "documents", Losses()))
+    says(failed, "4.00% is more than 1%. Repair the inputs and name another --output", "with --skip-bad. Examples")
+    settings = AdaptConfig(encoder="e", corpus=["c"], skip_bad=True).prepare_config(Path("data"))
+    assert settings.max_error_rate == 1
+    other = "output = '/m/adapted/data': was made with other settings"
+    assert as_options(other) == "--output '/m/adapted': was made with other settings"
     assert as_options("tokenizer.name = '/m': was changed") == "ENCODER '/m': was changed"
     assert as_options("check corpus.paths and corpus.format") == "check CORPUS and --format"
     assert as_options("check corpus.paths = ['a']") == "check CORPUS ['a']"
-    assert as_options("its own negative; lower batch_documents or its weight") == "its own negative"
+
+
+def test_a_better_encoder_ends_with_the_commands_that_search_with_it(encoder, tmp_path, capsys):
+    documents = corpus(tmp_path / "my documents.jsonl", 3)
+    verdict = adaptation_scores.Verdict("better", Comparison(0.4, 0.5, 120, (0.05, 0.15)))
+    place = tmp_path / "out" / "encoder"
+    result = Result(verdict, "better", TRAINED, "distant", [], "", None, 1, place, facts={"words_weight": 0.75})
+    with patch("declutr.adaptation.job.adapt", return_value=result):
+        words = ["adapt", str(encoder), str(documents), "--output", str(tmp_path / "out"), "--format", "jsonl"]
+        assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    says(lines, f"next: declutr embed {place} '{documents}' --output texts.parquet --passages", "--format jsonl")
+    says(lines, "declutr index texts.parquet --output texts.index --hybrid --weight 0.75")

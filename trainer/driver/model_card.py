@@ -83,7 +83,7 @@ class Card:
         by_hand = (
             "It has layers behind the pooling, so transformers alone does not give its embeddings.\n"
             if self.layers
-            else _transformers(self.pooling)
+            else f"With transformers:\n\n{_transformers(self.pooling)}"
         )
         return f"""---
 license:
@@ -96,8 +96,6 @@ tags: [{", ".join(["sentence-transformers", "feature-extraction", *self.tags])}]
 {start} {self.method}{prompt}
 ## Use
 {_NO_SENTENCE_TRANSFORMERS if alone else _SENTENCE_TRANSFORMERS}
-With transformers:
-
 {by_hand}
 ## Scores
 {self.scores}

@@ -59,13 +59,15 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r" = 2 \* geometry\.max_tokens \(\d+\)|2 \* geometry\.max_tokens \(\d+\) = ": "",
     r"; lower one of them or use longer documents": "; use longer documents, or join short ones",
     r"(?: and|,) `filters`": "",
+    r"output = (.+?)/data(?=['\s:])": r"--output \1",
     r"output = ": "--output ",
     r"^address = ": "--address ",
-    r", or allow more with max_error_rate=[\d.]+; the same command then ends at once": "",
+    r"and prepare into a new folder, or allow more with max_error_rate=[\d.]+; the same command then ends at once": (
+        "and name another --output, or leave out what cannot be read with --skip-bad"
+    ),
     r"more than max_error_rate = \d+(?:\.\d+)?": "more than 1%",
     r"tokenizer\.name = ": "ENCODER ",
     r", or in `prepare` tokenizer\.kind=train": "",
-    r"; lower batch_documents or its weight": "",
 }
 
 
@@ -82,7 +84,7 @@ def own_words() -> Iterator[None]:
 
     def reworded(record: logging.LogRecord) -> bool:
         record.msg, record.args = as_options(record.getMessage()), ()  # `getMessage` has put the arguments in
-        return True
+        return "into its next pass" not in record.msg  # the batch of `adapt` is no option
 
     get_logger().addFilter(reworded)
     try:

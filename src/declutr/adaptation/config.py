@@ -84,6 +84,7 @@ class AdaptConfig(Strict):
     # only the closed form is tried.
     steps: int | None = Field(default=None, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)  # seed of the split, the training and the intervals
+    skip_bad: bool = False  # leave out documents that cannot be read, however many
     private: bool = False  # write no text of the documents to the report
     # Run Python code that comes with the encoder. Only for encoders you trust.
     trust_remote_code: bool = Field(default=False, strict=True)
@@ -127,6 +128,7 @@ class AdaptConfig(Strict):
             "validation_fraction": held_out,
             "session": {"address": address},
             "seed": self.seed,
+            "max_error_rate": 1.0 if self.skip_bad else 0.01,
         }
         settings["geometry"] |= {"max_tokens": self.lengths.window}
         return PipelineConfig.model_validate(settings)
@@ -241,7 +243,8 @@ def stored(config: AdaptConfig, output: Path) -> State:
             f"{path} is damaged: delete it and the folders candidates, folds and encoder, and the same command begins "
             "again"
         ) from error
-    free = {"minutes": config.minutes, "stsb": config.stsb, "private": config.private}  # a later start may have others
+    names = ("minutes", "stsb", "private", "skip_bad")  # a later start may have others
+    free = {name: getattr(config, name) for name in names}
     before, after = state.config.model_copy(update=free).model_dump(), config.model_dump()
     if differing := [name for name in after if before[name] != after[name]]:
         raise UsageError(

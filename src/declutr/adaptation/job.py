@@ -175,7 +175,9 @@ class _Adaptation:
         # with pairs, both halves have enough answers, or the closed form alone is tried
         if self.pairs is None and min(test.num_rows(self.primary) for test in self.sets.values()) < MIN_ROWS:
             return self._few()
-        self._say(f"{self.primary} chooses and judges: {MEANING[self.primary]}")
+        few = min(test.num_rows(SENTENCES) for test in self.sets.values())
+        why = f", as {few} documents of a part have sentences ({MIN_ROWS} needed)" if self.primary == DISTANT else ""
+        self._say(f"{self.primary} chooses and judges{why}: {MEANING[self.primary]}")
         return self._chosen_and_judged(self.sets["development"], self.sets["test"])
 
     @cached_property
@@ -227,16 +229,12 @@ class _Adaptation:
         # by one measure: several would be several chances
         verdict = judge(start, values[chosen], self.primary, self.config.seed)
         examples = [] if self.config.private else search_examples(test, self.start, encoder)
-        return self._finish(verdict, chosen, encoder, self._table(rows), looks, examples)
+        return self._finish(verdict, chosen, encoder, rows, looks, examples)
 
     def _rows(self, test: TestSet, weight: float, start: Values, candidates: dict[str, Values]) -> Rows:
         rows: Rows = {(_START, "start"): start}
         rows |= {(name, "baseline"): values for name, values in self._baselines(test, weight).items()}
         return rows | {(name, "candidate"): values for name, values in candidates.items()}
-
-    def _table(self, rows: Rows, min_rows: int = MIN_ROWS) -> list[Row]:
-        start, seed = rows[_START, "start"], self.config.seed
-        return [Row.of(name, kind, start, values, seed, min_rows) for (name, kind), values in rows.items()]
 
     def _development(self, test: TestSet, weight: float) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
@@ -306,7 +304,7 @@ class _Adaptation:
         self.primary = SENTENCES if counts[SENTENCES] >= MIN_FOLDED else DISTANT
         if counts[self.primary] < 10:
             nothing = Comparison(math.nan, math.nan, counts[self.primary], None)
-            return self._finish(Verdict("too few documents to tell", nothing, MIN_FOLDED), CLOSED, None, [], 1, [])
+            return self._finish(Verdict("too few documents to tell", nothing, MIN_FOLDED), CLOSED, None, {}, 1, [])
         enough = counts[self.primary] >= MIN_FOLDED  # else no verdict is possible, and five trainings are not worth it
         steps = self._steps(None, len(documents) - math.ceil(len(documents) / FOLDS)) if enough else 0
         name = TRAINED if steps else CLOSED
@@ -329,7 +327,7 @@ class _Adaptation:
             self._say("the fit on all documents")
             self.builder = self._fit("all", documents, name, steps)
         fitted, fits = (self.builder.load(name), _FITS + _KEPT_FIT) if better else (None, _FITS)
-        return self._finish(verdict, name, fitted, self._table(rows, MIN_FOLDED), looks, [], fits)
+        return self._finish(verdict, name, fitted, rows, looks, [], fits)
 
     def _fit(self, fold: str, documents: Sequence[str], name: str, steps: int) -> CandidateBuilder:
         """A candidate of some of the documents, in a folder of their own."""
@@ -343,7 +341,7 @@ class _Adaptation:
         verdict: Verdict,
         chosen: str,
         encoder: TransformerEncoder | None,
-        rows: list[Row],
+        rows: Rows,
         looks: int,
         examples: list[SearchExample],
         fits: str = "",
@@ -353,7 +351,13 @@ class _Adaptation:
         learned_from = ShardSet(self.builder.data, "train").num_documents if encoder is not None or fits else 0
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
-            general += f". Build indexes again (`--hybrid --weight {self.weight:g}`): the embeddings are others."
+            general += ". Build indexes again: the embeddings are others."
+        seed, min_rows = self.config.seed, verdict.min_rows
+        if rows:
+            start, hybrid = rows[_START_IDF, "baseline"], rows[f"{chosen} + {IDF}", "hybrid"]
+            words = judge(start, hybrid, self.primary, seed, min_rows).sentence(self.rows)
+            with_words = f"As `declutr index --hybrid --weight {self.weight:g}` searches: {words}."
+            general = " ".join(filter(None, [with_words, general]))
         facts: dict[str, float] = {
             "documents": load_manifest(self.output / "data").totals["kept"],
             "training_documents": learned_from,
@@ -368,7 +372,10 @@ class _Adaptation:
             sentence=f"{verdict.sentence(self.rows, which)} ({chosen}; {self.primary} recall@1{fits})",
             chosen=chosen,
             primary=self.primary,
-            rows=rows,
+            rows=[
+                Row.of(name, kind, rows[_START, "start"], values, seed, min_rows)
+                for (name, kind), values in rows.items()
+            ],
             general=general,
             stsb=stsb,
             looks=looks,

@@ -182,6 +182,7 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--stsb", metavar="FOLDER", help="STS-B's sts-test.csv: measures what was lost in general")
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.add_argument("--train-on-pairs", action="store_true", help="train on a third of --pairs, too")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be read")
     parser.add_argument("--private", action="store_true", help="write no text of the documents to the report")
     parser.shared("--text-field", "--address", "--trust-remote-code")
     options = _options(parser, arguments, join_fields=False)
@@ -208,6 +209,11 @@ def run_adapt(arguments: list[str]) -> int:
         print(f"This is look {result.looks} at a test in this folder: its interval is too narrow")
     written = f"the encoder is {result.encoder}" if result.encoder else "no encoder was written"
     print(f"{options['output'] / REPORT}; {written}")
+    if result.encoder and config.corpus:
+        form = "" if config.format == "auto" else f" --format {config.format}"
+        print(f"next: declutr embed {result.encoder} {shlex.join(options['corpus'])} --output texts.parquet --passages "
+              f"--headings{form}\n      declutr index texts.parquet --output texts.index --hybrid --weight "
+              f"{result.facts['words_weight']:g}")  # fmt: skip
     return 0
 
 
