@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from declutr.trainer.objectives.base import SHARED_ROWS, Gathered, RowShard, implementation_of
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
-from declutr.trainer.objectives.declutr.objective import metric_learning_loss, ntxent
+from declutr.trainer.objectives.declutr.objective import metric_learning_loss, metric_learning_problems, ntxent
 from declutr.trainer.objectives.simcse import infonce
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import supcon
@@ -320,10 +320,14 @@ def test_losses_and_miners_that_cannot_be_used_are_named_and_a_miner_chooses_wha
     }
     for (loss, setting, names), facts in refused.items():
         values = dict.fromkeys(names.split(), 4)
-        says(named(loss, **{setting: values}).problems(), f"objective.loss.loss = {loss}", *facts)
-    says(named("NTXentLoss", miner="BaseMiner").problems(), "objective.loss.miner = BaseMiner", "NotImplementedError")
+        says(metric_learning_problems(named(loss, **{setting: values})), f"objective.loss.loss = {loss}", *facts)
+    says(
+        metric_learning_problems(named("NTXentLoss", miner="BaseMiner")),
+        "objective.loss.miner = BaseMiner",
+        "NotImplementedError",
+    )
     before = torch.random.get_rng_state()
-    assert named("NTXentLoss", miner="DistanceWeightedMiner").problems() == []
+    assert metric_learning_problems(named("NTXentLoss", miner="DistanceWeightedMiner")) == []
     assert torch.equal(before, torch.random.get_rng_state())
     plain, mined = metric_loss("TripletMarginLoss"), metric_loss("TripletMarginLoss", miner="BatchHardMiner")
     assert mined(randn(12, 5)) > plain(randn(12, 5))

@@ -53,20 +53,6 @@ class MetricLearningConfig(Strict):
             raise ValueError(f"{module.__name__} has no {name!r}; use one of {', '.join(sorted(choices))}")
         return name
 
-    def problems(self) -> list[str]:
-        """Reports a loss or miner that rejects its arguments, or needs more than embeddings and their pairs."""
-        import torch
-
-        from declutr.trainer.objectives.declutr.objective import metric_learning_loss
-
-        try:
-            with torch.random.fork_rng(devices=[]):  # some miners draw
-                metric_learning_loss(self)(torch.eye(4).repeat(2, 1))
-        except Exception as error:  # noqa: BLE001 - classes of others with arguments of the user: refused
-            miner = f" with objective.loss.miner = {self.miner}" if self.miner else ""
-            return [f"objective.loss.loss = {self.loss}{miner}: {type(error).__name__}: {error}"]
-        return []
-
 
 def _ntxent_by_default(value: Any) -> Any:
     """Adds the kind NT-Xent to settings without one, such as `loss: {temperature: 0.1}`."""
@@ -139,7 +125,9 @@ class DeclutrConfig(ObjectiveConfig):
         if alone and self.embeds and self.loss.kind == "ntxent" and not self.queue_size:
             problems.append("batch_documents = 1: an anchor needs spans of other documents as negatives; at least 2")
         if isinstance(self.loss, MetricLearningConfig):
-            problems += self.loss.problems()
+            from declutr.trainer.objectives.declutr.objective import metric_learning_problems
+
+            problems += metric_learning_problems(self.loss)
         return problems
 
     def remark_before(self, run: RunContext) -> str | None:

@@ -165,6 +165,17 @@ def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Ten
     return loss_of
 
 
+def metric_learning_problems(config: MetricLearningConfig) -> list[str]:
+    """Reports a loss or miner that rejects its arguments, or needs more than embeddings and their pairs."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # some miners draw
+            metric_learning_loss(config)(torch.eye(4).repeat(2, 1))
+    except Exception as error:  # noqa: BLE001 - classes of others with arguments of the user: refused
+        miner = f" with objective.loss.miner = {config.miner}" if config.miner else ""
+        return [f"objective.loss.loss = {config.loss}{miner}: {type(error).__name__}: {error}"]
+    return []
+
+
 class Declutr(Objective[DeclutrConfig]):
     """The contrastive loss over `(M, 2, D)` views, each an anchor and the mean of its positives."""
 
