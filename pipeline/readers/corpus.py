@@ -188,6 +188,10 @@ class FilesCorpus(Strict):
     """Largest document, MiB; longer ones are cut."""
 
 
+class OrderedFiles(FilesCorpus):
+    """Files in the order of `paths`; only those of one entry are sorted."""
+
+
 class HubCorpus(Strict):
     """A dataset of the Hugging Face Hub, read from its data files; its scripts are never run."""
 
@@ -215,6 +219,7 @@ class Input:
     num_bytes: int
     searched: bool  # True if found in a folder or by a glob, where files of unknown format are skipped and counted
     lost: bool = False  # True for a folder, a link or a file that cannot be read
+    entry: int = 0  # number of its entry in the paths of `OrderedFiles`
 
 
 def document_id(normalised: bytes) -> bytes:

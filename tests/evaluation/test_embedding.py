@@ -16,9 +16,11 @@ from processes import run_python
 from sentence_transformers import SentenceTransformer
 from volumes import small_volume
 
+import declutr
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
 from declutr.embedding.build import index as build_index
+from declutr.embedding.index import SearchIndex
 from declutr.embedding.job import UnitEmbedder
 from declutr.embedding.note import read_note
 from declutr.embedding.units import EmbedConfig, plan
@@ -71,6 +73,19 @@ def test_every_input_gives_what_sentence_transformers_gives_and_rows_carry_their
     names = {path.name for path in tmp_path.iterdir() if "out" in path.name}
     assert names == {"out.npy", "out.npy.json", "out.parquet", "out.parquet.json"}
     assert not ids or embed(model, tmp_path / source, tmp_path / "out.npy", *ids) == 1
+
+
+@pytest.mark.parametrize("order", [("b", "a*"), ("a*", "b", "a2")])
+def test_rows_follow_the_inputs_as_they_are_named_and_only_a_glob_is_sorted(tmp_path, order):
+    for name in ("b", "a2", "a1"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} one\n{name} two\n")
+    names = ["b", "a1", "a2"] if order[0] == "b" else ["a1", "a2", "b"]
+    texts = [f"{name} {number}" for name in names for number in ("one", "two")]
+    for output in ("out.npy", "out.parquet"):
+        declutr.embed("hashed-words:32", [tmp_path / f"{name}.txt" for name in order], tmp_path / output, unit_mib=1e-5)
+        np.testing.assert_array_equal(vectors(tmp_path / output), load_encoder("hashed-words:32").encode(texts))
+        build_index(tmp_path / output, tmp_path / f"{output}-index")
+        assert [text.text for text in SearchIndex(tmp_path / f"{output}-index").texts(range(6))] == texts
 
 
 def test_several_columns_are_joined(tmp_path):

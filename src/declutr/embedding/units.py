@@ -36,6 +36,7 @@ from declutr.pipeline.readers.corpus import (
     Choice,
     Document,
     FilesCorpus,
+    OrderedFiles,
     ReadFailure,
     Record,
     TextField,
@@ -199,7 +200,7 @@ class EmbeddingSidecar(Coverage):
 def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
     """Inputs as a corpus for the readers."""
     settings = {"kind": "files", "paths": config.inputs, "format": config.format, "text_field": field}
-    return FilesCorpus.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
+    return OrderedFiles.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
 
 
 PLACES = [("start", pa.int64()), ("end", pa.int64()), ("line", pa.int64()), ("heading", pa.string())]
