@@ -157,6 +157,7 @@ def run_search(arguments: list[str]) -> int:
             place = hit.id or f"{hit.source}{f' text {hit.number}' if hit.number and hit.number > 1 else ''}"
             place = shorten(" ".join(place.split()), _SHOWN_CHARACTERS // 2)  # it may be any text, of several lines
             place += "" if hit.line is None else f" line {hit.line}"
+            place += f" {hit.source}" if hit.id and hit.number is None else ""  # of --source-field
             text = f"{' '.join(hit.heading.split())}: {text}" if hit.heading else text
             print(f"{hit.score:6.3f}{parts}  {place}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0
