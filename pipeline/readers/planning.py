@@ -203,9 +203,7 @@ def file_parts(
         unique.setdefault(file.path, file)  # of a file and links to it, the first name counts
     sources = Counter(file.source for file in unique.values())
     files = [file if sources[file.source] == 1 else replace(file, source=file.path) for file in unique.values()]
-    parts: list[Part] = []
-    failing: list[str] = []
-    num_good = 0
+    parts, failing, num_good = list[Part](), list[str](), 0
     cut_file = partial(_cut_file, rules=rules, part_bytes=part_bytes)
     if any(is_remote(file.path) for file in files):
         with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network

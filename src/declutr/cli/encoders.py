@@ -50,7 +50,7 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("inputs", nargs="+", help="files, folders, globs, in their order: text lines, JSONL, Parquet")
     parser.add_argument("--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written"
                         " to OUTPUT.json")  # fmt: skip
-    parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")
+    parser.add_argument("--id-field", help="field or column with an id (text, whole number) of each row (.parquet)")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="format of the inputs (auto)")
     parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
     parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")

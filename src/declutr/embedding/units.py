@@ -35,7 +35,6 @@ from declutr.pipeline.readers.corpus import (
     SUFFIXES,
     Choice,
     Document,
-    FilesCorpus,
     OrderedFiles,
     ReadFailure,
     Record,
@@ -112,7 +111,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     return with_file_states(units)
 
 
-_ID_HINT = ". --id-field names a key or column of texts"
+_ID_HINT = ". --id-field names a key or column of texts or whole numbers"
 _FIELDLESS = ("text", "text_file", "wet", "document")
 
 
@@ -197,10 +196,11 @@ class EmbeddingSidecar(Coverage):
     skipped: dict[str, int]  # records that could not be read, by reason
 
 
-def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
+def corpus_of(config: EmbedConfig, field: str | list[str]) -> OrderedFiles:
     """Inputs as a corpus for the readers."""
     settings = {"kind": "files", "paths": config.inputs, "format": config.format, "text_field": field}
-    return OrderedFiles.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
+    others = {"max_document_mib": MAX_TEXT_MIB, "numbers": field != config.text_field}
+    return OrderedFiles.model_validate(settings | others)
 
 
 PLACES = [("start", pa.int64()), ("end", pa.int64()), ("line", pa.int64()), ("heading", pa.string())]
