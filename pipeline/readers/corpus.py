@@ -188,6 +188,12 @@ class FilesCorpus(Strict):
     """Largest document, MiB; longer ones are cut."""
 
 
+class OrderedFiles(FilesCorpus):
+    """Files in the order of `paths`; only those of one entry are sorted."""
+
+    numbers: bool = False  # True: whole numbers are texts, too, as in ids
+
+
 class HubCorpus(Strict):
     """A dataset of the Hugging Face Hub, read from its data files; its scripts are never run."""
 
@@ -215,6 +221,7 @@ class Input:
     num_bytes: int
     searched: bool  # True if found in a folder or by a glob, where files of unknown format are skipped and counted
     lost: bool = False  # True for a folder, a link or a file that cannot be read
+    entry: int = 0  # number of its entry in the paths of `OrderedFiles`
 
 
 def document_id(normalised: bytes) -> bytes:
@@ -245,6 +252,7 @@ class Rules:
     blobs: BlobRules | None = None  # rules for images or clips; None for texts
     plain: Literal["text", "text_file"] = "text"  # format of a .txt outside an archive
     documents: bool = False  # True if html, docx and pdf files are read
+    numbers: bool = False  # True if a whole number is a text, too
 
     @property
     def suffixes(self) -> Collection[str]:
@@ -267,7 +275,8 @@ def rules_of(
     # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
     max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
     names = (corpus.text_field,) if isinstance(corpus.text_field, str) else tuple(corpus.text_field)
-    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs, plain, documents)
+    numbers = isinstance(corpus, OrderedFiles) and corpus.numbers
+    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs, plain, documents, numbers)
 
 
 def missing(names: Names, present: Sequence[str], what: str = "column") -> str | None:

@@ -235,7 +235,7 @@ def json_values(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFail
 def read_jsonl(body: Body, values: Callable[..., Iterator[Any]] = json_lines) -> Records:
     """One JSON object a line (or value), with the text under the names of the rules."""
     source, names, max_bytes = body.source, body.rules.text_names, body.rules.max_bytes
-    parse = json_decoder(names, str if len(names) == 1 else str | None).decode
+    parse = json_decoder(names, str | int if body.rules.numbers else str if len(names) == 1 else str | None).decode
     for line in values(body):
         if isinstance(line, ReadFailure):
             yield line
@@ -247,7 +247,7 @@ def read_jsonl(body: Body, values: Callable[..., Iterator[Any]] = json_lines) ->
         try:
             text = _joined(msgspec.structs.astuple(parse(raw)), names)
         except (ValueError, RecursionError):
-            yield _explained(bytes(raw), source, offset, names)
+            yield _explained(bytes(raw), source, offset, names, body.rules.numbers)
         else:
             yield nul_bytes(source, offset) if "\0" in text else Document(text, source, offset)
 
@@ -256,7 +256,7 @@ def _joined(values: Sequence[str | None], names: Names) -> str:
     """The text of the values under these keys, empty ones and null left out."""
     if all(value is None for value in values):
         raise ValueError(f"no text under {' and '.join(map(repr, names))}: null")
-    return "\n".join(filter(None, values))
+    return "\n".join(filter(None, values)) if len(values) > 1 else str(values[0])
 
 
 @lru_cache
@@ -271,7 +271,7 @@ def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
     return msgspec.json.Decoder(struct)
 
 
-def _explained(line: bytes, source: str, offset: int, names: Names) -> Record:
+def _explained(line: bytes, source: str, offset: int, names: Names, numbers: bool) -> Record:
     """The record of a line that msgspec refused, read with Python's json, which allows NaN and explains errors.
 
     A blank line is an empty document, so that totals close.
@@ -281,7 +281,7 @@ def _explained(line: bytes, source: str, offset: int, names: Names) -> Record:
         return record
     if problem := missing(names, sorted(value), "key"):
         return failed(NO_TEXT, source, offset, problem)
-    values = [value[name] for name in names]
+    values = [str(value[name]) if numbers and type(value[name]) is int else value[name] for name in names]
     for name, part in zip(names, values, strict=True):
         if not isinstance(part, str) and (part is not None or not any(values)):
             return _no_text(source, offset, name, f"it is {json_kind(json.dumps(part)[:1])}")
@@ -299,7 +299,8 @@ def explained_object(line: bytes, source: str, offset: int, text_field: str) -> 
     if isinstance(record, ReadFailure) or not record.text.strip():
         return record, None
     try:
-        value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
+        # Python would refuse a number of 5,000 digits.
+        value = json.loads(record.text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
     except (ValueError, RecursionError) as error:
         return failed("invalid_json", source, offset, str(error)), None
     if not isinstance(value, dict):

@@ -30,6 +30,7 @@ from declutr.pipeline.readers.corpus import (
     FilesCorpus,
     HubCorpus,
     Input,
+    OrderedFiles,
     Part,
     Rules,
     bare_suffix,
@@ -186,7 +187,7 @@ def _whole(file: Input, ratio: int = 1) -> Part:
 def file_parts(
     corpus: FilesCorpus | HubCorpus, part_bytes: int, skipped: Skipped | None = None, rules: Rules | None = None
 ) -> tuple[list[Part], list[str]]:
-    """Cuts the corpus into parts of about `part_bytes` bytes of text, in an order that depends only on names.
+    """Cuts the corpus into parts of about `part_bytes` bytes of text, in the order of names or of `OrderedFiles`.
 
     Counts the files that a search met and did not take in `skipped`. Also returns the problems of the inputs, one line
     each.
@@ -198,16 +199,11 @@ def file_parts(
     else:
         inputs, problems = _corpus_files(corpus, skipped, rules)
     unique = dict[str, Input]()
-    for file in sorted(inputs, key=lambda file: file.source):  # of a file and links to it, the first name counts
-        unique.setdefault(file.path, file)
+    for file in sorted(inputs, key=lambda file: (file.entry, file.source, file.path)):
+        unique.setdefault(file.path, file)  # of a file and links to it, the first name counts
     sources = Counter(file.source for file in unique.values())
-    files = [
-        file if sources[file.source] == 1 else replace(file, source=file.path)
-        for file in sorted(unique.values(), key=lambda file: (file.source, file.path))
-    ]
-    parts: list[Part] = []
-    failing: list[str] = []
-    num_good = 0
+    files = [file if sources[file.source] == 1 else replace(file, source=file.path) for file in unique.values()]
+    parts, failing, num_good = list[Part](), list[str](), 0
     cut_file = partial(_cut_file, rules=rules, part_bytes=part_bytes)
     if any(is_remote(file.path) for file in files):
         with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network
@@ -244,7 +240,7 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
     """The files of all entries of `paths`, and their problems, one line each."""
     inputs: list[Input] = []
     problems: list[str] = []
-    for entry in corpus.paths:
+    for number, entry in enumerate(corpus.paths):
         try:
             matches = list(find_inputs(entry, skipped))
         except OSError as error:
@@ -272,7 +268,7 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
                 f"corpus.paths: {entry!r} holds no file named like {suffixes} and no archive of such files"
                 + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
             )
-        inputs += usable
+        inputs += [replace(file, entry=number) for file in usable] if isinstance(corpus, OrderedFiles) else usable
     return inputs, problems
 
 

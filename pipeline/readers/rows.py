@@ -59,7 +59,7 @@ class TextRows:
 
     def __init__(self, rules: Rules) -> None:
         self.names = rules.text_names
-        self._max_bytes = rules.max_bytes
+        self._max_bytes, self._numbers = rules.max_bytes, rules.numbers
         self.setting_value = self.names[0] if len(self.names) == 1 else f"[{', '.join(self.names)}]"
         """The names as the setting has them."""
 
@@ -70,7 +70,8 @@ class TextRows:
         for name in self.names:
             kind = schema.field(name).type
             value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
-            if value_type not in (*_TEXTS, *_TEXTS.values()):
+            is_text = value_type in (*_TEXTS, *_TEXTS.values(), pa.null())
+            if not is_text and not (self._numbers and pa.types.is_integer(kind)):
                 return f"column {name!r} is of type {kind}, not text"
         return None
 
@@ -81,7 +82,7 @@ class TextRows:
 
     def of_batch(self, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
         """The documents of a batch, with the row as offset; a row of nulls gives a failure."""
-        columns = [_texts(as_bytes(batch.column(name))) for name in self.names]
+        columns = [_texts(batch.column(name)) for name in self.names]
         for row, values in enumerate(zip(*columns, strict=True), first_row):
             texts = [value.as_buffer() for value in values if value is not None and value.is_valid]
             if texts:
@@ -106,6 +107,7 @@ class TextRows:
 
 def _texts(column: pa.Array) -> Any:
     """The values of a column as scalars of bytes, or None."""
+    column = as_bytes(column.cast(pa.string()) if pa.types.is_integer(column.type) else column)
     if not pa.types.is_dictionary(column.type):
         return column
     texts = column.dictionary
@@ -164,7 +166,7 @@ class FieldRows:
         good: list[Value] = []
         for (setting, name), value in zip(self.keys.items(), values, strict=True):
             subject = f"the value of {name!r} ({setting})"
-            if isinstance(value, float) and value.is_integer():  # explained_object reads numbers as floats
+            if isinstance(value, float) and value.is_integer():  # explained_object reads long numbers as floats
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (str, int, type(None))):  # a bool is an int to Python
                 kinds = {dict: "an object", list: "a list", bool: str(value).lower()}

@@ -16,9 +16,11 @@ from processes import run_python
 from sentence_transformers import SentenceTransformer
 from volumes import small_volume
 
+import declutr
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
 from declutr.embedding.build import index as build_index
+from declutr.embedding.index import SearchIndex
 from declutr.embedding.job import UnitEmbedder
 from declutr.embedding.note import read_note
 from declutr.embedding.units import EmbedConfig, plan
@@ -71,6 +73,34 @@ def test_every_input_gives_what_sentence_transformers_gives_and_rows_carry_their
     names = {path.name for path in tmp_path.iterdir() if "out" in path.name}
     assert names == {"out.npy", "out.npy.json", "out.parquet", "out.parquet.json"}
     assert not ids or embed(model, tmp_path / source, tmp_path / "out.npy", *ids) == 1
+
+
+@pytest.mark.parametrize(("order", "names"), [(["b.txt", "a*"], "b a1 a2"), (["a2.txt", "a*", "b.txt"], "a2 a1 b")])
+def test_rows_follow_the_inputs_as_they_are_named_and_only_a_glob_is_sorted(tmp_path, order, names):
+    for name in ("b", "a2", "a1"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} one\n{name} two\n")
+    texts = [f"{name} {number}" for name in names.split() for number in ("one", "two")]
+    for output in ("out.npy", "out.parquet"):
+        declutr.embed("hashed-words:32", [tmp_path / name for name in order], tmp_path / output, unit_mib=1e-5)
+        np.testing.assert_array_equal(vectors(tmp_path / output), load_encoder("hashed-words:32").encode(texts))
+        build_index(tmp_path / output, tmp_path / f"{output}-index")
+        assert [text.text for text in SearchIndex(tmp_path / f"{output}-index").texts(range(6))] == texts
+
+
+def test_ids_are_texts_or_whole_numbers_and_a_lost_file_is_named(tmp_path, capsys):
+    lines = '\ufeff{"text": "a", "id": 9007199254740993}\n{"text": "b", "id": 0, "x": NaN}\n'
+    (tmp_path / "a.jsonl").write_text(lines + '{"text": "c", "id": "z"}\n{"text": "d", "id": 12}\n')
+    pq.write_table(pa.table({"text": pa.array([], pa.string()), "id": pa.nulls(0)}), tmp_path / "empty.parquet")
+    pq.write_table(pa.table({"text": ["e", "f"], "id": pa.array([-7, None], pa.int16())}), tmp_path / "b.parquet")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    places = [str(tmp_path / name) for name in ("a.jsonl", "empty.parquet", "b.parquet", "cut.parquet")]
+    more = ["--id-field", "id", "--output", str(tmp_path / "o.parquet")]
+    assert main(["embed", "hashed-words:8", *places[:3], *more]) == 1
+    says(capsys.readouterr().err, f"{places[2]} at 1: no_id: the id is null. --id-field names", "--skip-bad")
+    assert main(["embed", "hashed-words:8", *places, "--skip-bad", *more]) == 0
+    says(capsys.readouterr().out, "lost, wholly or in part:", places[3])
+    assert pq.read_table(tmp_path / "o.parquet").column("id").to_pylist() == ["9007199254740993", "0", "z", "12", "-7"]
+    assert read_note(tmp_path / "o.parquet").lost == places[3:]
 
 
 def test_several_columns_are_joined(tmp_path):

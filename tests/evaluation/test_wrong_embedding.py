@@ -12,7 +12,7 @@ from declutr.cli.main import main
 FILES = {
     "a.txt": "Bread is baked.\n\nBoats float.\n",
     "body.jsonl": '{"body": "a", "id": 1}\n{"body": "b", "id": null}\n',
-    "ids.jsonl": '{"text": "a", "id": 1}\n',
+    "ids.jsonl": '{"text": "a", "id": 1.5}\n',
     "good.jsonl": '{"text": "a", "id": "1"}\n',
     "array.jsonl": '[{"text": "a"}]\n',
     "picture.png": "\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
@@ -26,6 +26,7 @@ FILES = {
     "model/config.json": "{}",
     "empty.txt": "",
     "head.csv": "text\n",
+    "row.csv": "text\na\n",
 }
 HW = "hashed-words:64"
 OUT = ["--output", "out.npy"]
@@ -52,6 +53,8 @@ WRONG = [
     (["embed", HW, "array.jsonl", *OUT], ("array.jsonl", "a list", "one JSON array, set --format to json")),
     (["embed", HW, "picture.png", *OUT], ("picture.png", "unknown", "no text; name files with texts")),
     (["embed", HW, "ids.jsonl", *PARQUET, "--id-field", "id"], ("a number. --id-field names", "--skip-bad")),
+    (["embed", HW, "good.jsonl", *PARQUET, "--id-field", "nr"], ("{}/good.jsonl at 0: no_id: no key 'nr'",)),
+    (["embed", HW, "row.csv", *PARQUET, "--id-field", "text", "--text-field", "b"], ("--text-field = b: {}/row.csv",)),
     (["embed", HW, "a.txt", *OUT, "--dimensions", "-1"], ("--dimensions -1: Input should be greater",)),
     (["embed", HW, "a.txt", *OUT, "--unit-mib", "0"], ("--unit-mib 0.0: Input should be greater",)),
     (["embed", HW, "a.txt", *OUT, "--max-tokens", "0"], ("--max-tokens 0: Input should be greater",)),

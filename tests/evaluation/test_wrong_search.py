@@ -93,12 +93,12 @@ def test_an_answer_names_the_text_of_its_file_and_an_id_is_one_line(folder, monk
         "d.jsonl text 2  gamma bread",
         "a.txt text 3  Bread is baked.",
     }
-    declutr.index("ids.parquet", "ids")
+    declutr.index("ids.parquet", "ids", source_field="url")
     capsys.readouterr()
     assert main(["search", "ids", "gamma bread"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "y" * 99 + "…  gamma bread" in first
-    assert "k 9.000 forged  alpha beta" in second
+    assert "k 9.000 forged u1  alpha beta" in second
 
 
 @pytest.mark.parametrize("query", [None, 5, b"bread", ["bread", "cat"], " ", "x" * 100_001])

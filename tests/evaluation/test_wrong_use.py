@@ -73,6 +73,7 @@ OTHERS = [
     (["copy", "docs", "s4://bucket/x"], "Protocol not known: s4. Use s3://, gs://"),
     (["index", "file.txt", "--output", "x"], "copy the note, too"), (["inspect", "docs"], "name one of them"),
     (["embed", "index", "file.txt", "--output", "x.npy"], "index is an index, not an encoder"),
+    (["embed", "index", "file.txt", "--output", "s3://b/x.npy"], "--output: 's3://b/x.npy' is an address; name"),
     (["embed", "hashed-words:4", "a*b", "--output", "x.npy"], "texts in memory: declutr.load(MODEL).encode"),
     (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),

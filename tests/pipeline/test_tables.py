@@ -172,6 +172,12 @@ def test_a_null_is_left_out_and_a_row_of_nulls_or_without_a_key_or_with_a_number
     assert good.text == "a\nb"
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_column_of_type_null_is_one_of_nulls(tmp_path, rows):
+    pq.write_table(pa.table({"text": pa.nulls(rows)}), tmp_path / "a.parquet")
+    assert [record.message for record in read_all(files(tmp_path / "a.parquet"))] == ["the text is null"] * rows
+
+
 def test_joined_texts_longer_than_a_document_are_cut(tmp_path):
     title, body = "caf\u00e9 \U0001f600 " * 40, 'word\n "quoted" ' * 60
     path = write_records(tmp_path / "a.jsonl", [{"body": body, "title": title}, {"title": None, "body": body}])

@@ -10,7 +10,7 @@ from typing import Any
 
 from declutr.cli import FORMATS, ROLES, TARGETS, Parser
 from declutr.common.console.logs import setup_logging
-from declutr.common.console.terminal import shorten
+from declutr.common.console.terminal import excerpt, shorten
 from declutr.common.errors import ConfigError, UsageError
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import check_there, expand, listed, path_argument
@@ -47,10 +47,10 @@ def run_embed(arguments: list[str]) -> int:
     """Embed texts; return the exit status."""
     parser = Parser("embed", "Embed texts. Run again to continue after a stop.")
     parser.add_argument("model", help="folder, name, hashed-words:SIZE or untrained:NAME")
-    parser.add_argument("inputs", nargs="+", help="files, folders, globs: text lines, JSONL, Parquet, ..., compressed")
+    parser.add_argument("inputs", nargs="+", help="files, folders, globs, in their order: text lines, JSONL, Parquet")
     parser.add_argument("--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written"
                         " to OUTPUT.json")  # fmt: skip
-    parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")
+    parser.add_argument("--id-field", help="field or column with an id (text, whole number) of each row (.parquet)")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="format of the inputs (auto)")
     parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
     parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
@@ -76,6 +76,8 @@ def run_embed(arguments: list[str]) -> int:
         note = embed(**options)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
+    if note.lost:
+        print(f"lost, wholly or in part: {excerpt(note.lost)}")
     if note.texts_empty:
         print(f"empty texts: {note.texts_empty:,}")
     rows = f"{note.rows:,} {'passages' if note.config.passages else 'embeddings'}"
@@ -155,6 +157,7 @@ def run_search(arguments: list[str]) -> int:
             text = " ".join(hit.text.split())
             parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {searcher.weight:g} x {hit.lexical:.3f}"
             place = hit.id or f"{hit.source}{f' text {hit.number}' if hit.number and hit.number > 1 else ''}"
+            place += f" {hit.source}" if hit.id and hit.number is None else ""  # of --source-field
             place = shorten(" ".join(place.split()), _SHOWN_CHARACTERS // 2)  # it may be any text, of several lines
             place += "" if hit.line is None else f" line {hit.line}"
             text = f"{' '.join(hit.heading.split())}: {text}" if hit.heading else text

@@ -57,6 +57,8 @@ def expand_known(path: str) -> Path:
 
 def path_argument(text: str) -> Path:
     """A path from a command line, expanded if the shell has not done it (`--output=~/x`)."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is an address; name a path of this machine")
     try:
         return expand(text)
     except UsageError as error:

@@ -191,6 +191,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
             size=config.shape.dimensions or encoder.size,
             rows=_assemble(folder, sidecars, config, encoder.size),
             skipped=dict(sorted(skipped.items())),
+            lost=sorted({path for sidecar in sidecars for path in sidecar.lost}),
             **{name: sum(getattr(sidecar, name) for sidecar in sidecars) for name in Coverage.model_fields},
             job=hash_json(identities),
             num_bytes=output.stat().st_size,

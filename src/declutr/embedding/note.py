@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from declutr.common.config import Precision, first_problem
 from declutr.common.errors import UsageError
@@ -31,6 +31,7 @@ class Note(Coverage):
     size: int  # numbers in an embedding of the file
     rows: int
     skipped: dict[str, int]  # skipped records that could not be read, by reason
+    lost: list[str] = Field(default_factory=list)  # files of which a part, or all, could not be read
     job: str  # SHA-256 of inputs, encoder and settings
     num_bytes: int  # size of the file of embeddings
 

@@ -20,22 +20,14 @@ from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.common.stores.address import is_remote
 from declutr.embedding.passages import Cutter, Passage
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, encode_counted, unit_rows
-from declutr.pipeline.job.units import (
-    Unit,
-    UnitReader,
-    check_unchanged,
-    fit_units,
-    hash_unit,
-    plan_units,
-    with_file_states,
-)
+from declutr.pipeline.job.units import Unit, UnitReader, check_unchanged, fit_units, hash_unit, with_file_states
 from declutr.pipeline.readers.corpus import (
     DOCUMENT_SUFFIXES,
     NO_TEXT,
     SUFFIXES,
     Choice,
     Document,
-    FilesCorpus,
+    OrderedFiles,
     ReadFailure,
     Record,
     TextField,
@@ -92,8 +84,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     if config.headings and not config.passages:
         problems.append("--headings: is for passages; add --passages")
     words = {"in corpus.paths": "as inputs", "corpus.paths": "input", "corpus.format": "--format"}
-    words |= {"matches no file": "matches no file (texts in memory: declutr.load(MODEL).encode)"}
-    words |= {"corpus.text_field": "--text-field or --id-field" if config.id_field else "--text-field"}
+    words |= {"corpus.text_field": "--text-field", "no file;": "no file (texts in memory: declutr.load(MODEL).encode);"}
 
     def in_options(line: str) -> str:
         return re.sub("|".join(words), lambda match: words[match[0]], line)
@@ -101,8 +92,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
     _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
-    if config.id_field and not unreadable:
-        unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
+    if config.id_field and not unreadable and (unreadable := fit_units(corpus_of(config, config.id_field), 1)[2]):
+        words |= {"corpus.text_field": "--id-field", ", or several to join": ""}
     problems += map(in_options, unreadable)
     if problems:
         raise UsageError("\n".join(problems))
@@ -111,7 +102,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     return with_file_states(units)
 
 
-_ID_HINT = ". --id-field names a key or column of texts"
+_ID_HINT = ". --id-field names a key or column of texts or whole numbers"
 _FIELDLESS = ("text", "text_file", "wet", "document")
 
 
@@ -127,20 +118,26 @@ def check_records(config: EmbedConfig, units: list[Unit]) -> None:
         by_name = kinds.get(bare_suffix(part.source)) if config.format.startswith("auto") else config.format
         kind = by_name if part.format == "stream" else part.format
         if config.id_field and kind in _FIELDLESS:
-            raise UsageError(f"--id-field {config.id_field}: {part.source} has no keys or columns; omit it")
+            raise UsageError(f"--id-field {config.id_field}: {part.path} has no keys or columns; omit it")
         if kind == "jsonl" and not config.skip_bad and not is_remote(part.path):
             alone = unit.model_copy(update={"parts": [part]})
             pairs = keyed(alone, UnitReader(alone, corpus), config)
             if isinstance(record := next(pairs, (None, None))[0], ReadFailure):
-                raise _refusal(record)
+                raise _refusal(record, unit)
 
 
-def _refusal(record: ReadFailure) -> UsageError:
+def path_of(unit: Unit, source: str) -> str:
+    """Path or address of a source, a file of the unit or a member of one: another folder may have that name, too."""
+    part = next(part for part in unit.parts if f"{source}!".startswith(f"{part.source}!"))
+    return part.path + source.removeprefix(part.source)
+
+
+def _refusal(record: ReadFailure, unit: Unit) -> UsageError:
     """The error of a record that cannot be read and is not to be skipped."""
-    of_text = record.reason == NO_TEXT and _ID_HINT not in record.message
-    hint = f". {'--text-field names the key or column of the text; ' if of_text else ''}--skip-bad skips such records"
-    hint = "" if "corpus.format" in record.message else hint  # another format may have no such record
-    message = f"{record.source} at {record.offset}: {record.reason}: {record.message}{hint}"
+    names = "--text-field names the key or column of the text; " if record.reason == NO_TEXT else ""
+    # another format may have no such record
+    hint = "" if "corpus.format" in record.message else f". {names}--skip-bad skips such records"
+    message = f"{path_of(unit, record.source)} at {record.offset}: {record.reason}: {record.message}{hint}"
     return UsageError(message.replace("corpus.format", "--format"))
 
 
@@ -194,12 +191,14 @@ class EmbeddingSidecar(Coverage):
     written: int
     num_bytes: int  # size of the file of embeddings
     skipped: dict[str, int]  # records that could not be read, by reason
+    lost: list[str]  # files of which a part, or all, could not be read
 
 
-def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
+def corpus_of(config: EmbedConfig, field: str | list[str]) -> OrderedFiles:
     """Inputs as a corpus for the readers."""
     settings = {"kind": "files", "paths": config.inputs, "format": config.format, "text_field": field}
-    return FilesCorpus.model_validate(settings | {"max_document_mib": MAX_TEXT_MIB})
+    others = {"max_document_mib": MAX_TEXT_MIB, "numbers": field != config.text_field}
+    return OrderedFiles.model_validate(settings | others)
 
 
 PLACES = [("start", pa.int64()), ("end", pa.int64()), ("line", pa.int64()), ("heading", pa.string())]
@@ -228,7 +227,7 @@ def embed_unit(
     """
     schema = part_schema(encoder.size, config)
     cutter = Cutter(encoder, config.headings) if config.passages else None
-    skipped: Counter[str] = Counter()
+    skipped, lost = Counter[str](), set[str]()
     read = written = seen_bytes = empty = 0
     counts = np.zeros(3, np.int64)
     with atomic_file(folder / f"{unit.name}.arrow") as aside:
@@ -239,8 +238,9 @@ def embed_unit(
                 for record, key in window:
                     if isinstance(record, ReadFailure):
                         if not config.skip_bad:
-                            raise _refusal(record)
+                            raise _refusal(record, unit)
                         skipped[record.reason] += 1
+                        lost |= {path_of(unit, record.source)} if record.reason == "unreadable" else set()
                     else:
                         text = record.text.removesuffix("\r")  # of a line that ends in CR LF
                         empty += not text.strip()
@@ -265,12 +265,10 @@ def embed_unit(
                         **{name: pa.array([getattr(place, name) for place in places], kind) for name, kind in PLACES},
                         "embedding": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]),
                     }
-                    arrays = [columns[name] for name in schema.names]
-                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+                    writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
                 if report is not None:
-                    now = reader.bytes_read
-                    report(len(texts), now - seen_bytes)
-                    seen_bytes = now
+                    report(len(texts), reader.bytes_read - seen_bytes)
+                    seen_bytes = reader.bytes_read
         check_unchanged(unit)  # or the part may mix two versions of the input
         (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
     sidecar = EmbeddingSidecar(
@@ -278,12 +276,11 @@ def embed_unit(
         identity=identity,
         read=read,
         written=written,
-        texts_cut=int(counts[0]),
-        tokens=int(counts[1]),
-        tokens_read=int(counts[2]),
+        **dict(zip(("texts_cut", "tokens", "tokens_read"), counts.tolist(), strict=True)),
         texts_empty=empty,
         num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
+        lost=sorted(lost),
     )
     write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")  # last: marks the part as whole
     return sidecar
@@ -339,17 +336,17 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
     for record, key in itertools.zip_longest(records, UnitReader(unit, corpus_of(config, config.id_field))):
         if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
             place = record or key
-            raise UsageError(f"{place.source} at {place.offset}: cannot pair texts with ids")
+            raise UsageError(f"{path_of(unit, place.source)} at {place.offset}: cannot pair texts with ids")
         if isinstance(record, ReadFailure) or isinstance(key, Document):
             yield record, key.text if isinstance(key, Document) else None
         else:
-            yield key.model_copy(update={"message": f"{key.message}{_ID_HINT}"}), None
+            message = re.sub("^(the|no) text ", r"\1 id ", key.message) + _ID_HINT
+            yield key.model_copy(update={"reason": key.reason.replace(NO_TEXT, "no_id"), "message": message}), None
 
 
 def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
     """Yield a bounded number of records and characters, to be sorted by length and embedded together."""
-    window: list[Keyed] = []
-    num_characters = 0
+    window, num_characters = list[Keyed](), 0
     for record, key in records:
         window.append((record, key))
         num_characters += len(record.text) if isinstance(record, Document) else 0
