@@ -1,7 +1,4 @@
-"""The only use of names of torch that are not public.
-
-A later version of torch may lack one. `tests/trainer/test_imports.py` names it with the installed version.
-"""
+"""The only use of torch's private names; tests/trainer/test_imports.py names one that a later version lacks."""
 
 from typing import Any
 

@@ -59,10 +59,7 @@ def members(
     stop: int,  # a position in it
     ends: list[int] | None = None,  # list that receives the position after each end mark
 ) -> Iterator[Member]:
-    """Members whose header starts before `stop`, of a stream that is positioned at a header.
-
-    Concatenated archives are read as one, so that nothing after the first end mark is lost.
-    """
+    """Members whose header starts before `stop`, of a stream at a header; concatenated archives are read as one."""
     extended, start = _ExtendedFields(), stream.position
     while start < stop:
         header = stream.read_whole(BLOCK_BYTES)

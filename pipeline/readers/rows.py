@@ -115,10 +115,7 @@ def _texts(column: pa.Array) -> Any:
 
 
 class FieldRows:
-    """Rows with several values.
-
-    A missing key, a value that is neither text nor a whole number, and damaged text are failures of their row.
-    """
+    """Rows with several values; a missing key, damaged text, or what is neither text nor whole number fails its row."""
 
     setting = "content"
     no_column = MISSING_KEY

@@ -117,10 +117,7 @@ def geometry_of(schema: pa.Schema) -> tuple[Geometry, ShortDocuments]:
 
 
 class ShardWriter(ExitStack):
-    """Writes the documents of one split of one unit; the file appears if the block ends without an error.
-
-    No file is written if no document was added.
-    """
+    """Writes the documents of a unit's split; the file appears if there are some and the block ends without error."""
 
     def __init__(self, folder: Path, unit: str, split: Split, schema: pa.Schema, record_batch_rows: int) -> None:
         super().__init__()

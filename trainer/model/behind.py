@@ -199,10 +199,7 @@ def _pretrained_files(pretrained: str) -> ModuleFiles:
 
 
 def read_behind(pretrained: str | None) -> list[Step]:
-    """The dense layers of a pretrained encoder, and normalisations before the last of them; trained with it.
-
-    A normalisation at the end is left out, because cosines do not change by it.
-    """
+    """Dense layers of a pretrained encoder to be trained, normalisations before them; a last one changes no cosine."""
     if pretrained is None:
         return []
     files = _pretrained_files(pretrained)

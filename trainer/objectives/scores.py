@@ -119,10 +119,7 @@ def retrieval(
     positives: Tensor,  # `(N, H)`
     keys: U64,  # `(N,)` keys of the rows
 ) -> dict[str, float]:
-    """Recall@1 and mean reciprocal rank of each anchor's positive among all N positives, by cosine; scores of rows.
-
-    Ties count against the encoder.
-    """
+    """Recall@1 and MRR of an anchor's positive among all N by cosine, scores of rows; ties count against it."""
     scores = (F.normalize(anchors, dim=-1) @ F.normalize(positives, dim=-1).T).numpy()
     ranks = ahead(scores, scores.diagonal(), tie=1.0)
     return {"recall_at_1": RowScore(keys, (ranks == 1).astype(np.float64)), "mrr": RowScore(keys, 1 / ranks)}
@@ -149,10 +146,7 @@ def effective_rank(embeddings: Tensor) -> float:
 
 
 def held_out_rows(held_out: ShardSet, max_rows: int, seed: int) -> NDArray[np.int64]:
-    """Numbers of at most `max_rows` held-out rows, chosen by the run's seed, ascending.
-
-    Of copies, which several corpora may hold, one row stays: no retrieval could tell them apart.
-    """
+    """Numbers of at most `max_rows` held-out rows, by the run's seed, ascending; one of copies, which look the same."""
     available = held_out.num_documents
     chosen = min(max_rows, available)
     rows = np.sort(permute(seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), available))

@@ -103,10 +103,7 @@ class Communicator:
         return Request(int(reduce_by_doubling(raised, self.rank, self.size, torch.bitwise_or)))
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.
-
-        The backward has already summed gradients of sharded parameters (trainer/parallel/communicator.py).
-        """
+        """Replaces gradients by their sums over ranks (missing: zero); the backward has summed those of shards."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)  # every rank must send the same buckets

@@ -217,10 +217,7 @@ class TrainStep:
 
 @dataclass
 class PendingStep:
-    """An update whose metrics were not read yet: numbers on their way from a device to the CPU.
-
-    They are read one step late, so that the CPU does not wait for the GPU in every step.
-    """
+    """An update whose numbers are on their way to the CPU: read one step late, so that it does not wait for the GPU."""
 
     train_step: TrainStep  # the train step
     step: int  # 1-based number of the step

@@ -58,10 +58,7 @@ class Heartbeat:
 
 
 class HeartbeatLogHandler(logging.Handler):
-    """Copies a worker's log lines into its heartbeat so that the driver logs them; Ray writes them only to a file.
-
-    The first worker's lines count from INFO, the others' from WARNING.
-    """
+    """Copies log lines to a worker's heartbeat for the driver, of the first from INFO, of others from WARNING."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__(logging.INFO if heartbeat.rank == 0 else logging.WARNING)
@@ -135,10 +132,7 @@ class Watchdog:
         return self._blame(current, now, still)
 
     def _blame(self, current: dict[int, tuple[dict[str, Any], float]], now: float, still: float) -> Hang:
-        """Names the silent worker, else the one that is furthest behind, of equals the lowest rank.
-
-        The group starts again as a whole, so that a wrong name among equals costs nothing but the name.
-        """
+        """Names the silent worker, else the one furthest behind, of equals the lowest rank; all of them start again."""
         silent = {rank: now - at for rank, (_, at) in current.items()}
         worst = max(silent, key=lambda rank: silent[rank])
         if silent[worst] < _SILENT_SECONDS:

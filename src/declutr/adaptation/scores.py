@@ -1,7 +1,4 @@
-"""Scores of a candidate on every measure of a split, its general losses, the choice by scores, and the verdict.
-
-Legend: n documents, P passages, Q queries.
-"""
+"""Scores of a candidate by measure, its losses, the choice, the verdict. Legend: n documents, P passages, Q queries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -38,10 +38,7 @@ def share(values: F64) -> float:
 
 
 def grouped(values: F64, groups: NDArray[np.int64]) -> F64:
-    """`(G, 2)` sums and counts of `(N,)` values by group, for `share`: groups are drawn whole, as they are independent.
-
-    `groups` are `(N,)` numbers from 0 to G - 1.
-    """
+    """`(G, 2)` sums and counts of `(N,)` values by group below G, for `share`: groups, independent, are drawn whole."""
     return np.stack([np.bincount(groups, values), np.bincount(groups)], axis=1).astype(np.float64)
 
 
