@@ -97,7 +97,7 @@ def test_files_that_embed_leaves_out_and_embeddings_that_it_replaces_are_named(p
     assert main(["embed", HW, "a.txt", *OUT]) == 0
     shown = capsys.readouterr()
     says(shown.err, "out.npy has embeddings of", "folder", "replaced")
-    says(shown.out, "empty texts: 1")
+    says(shown.out, "empty texts: 1", "--format auto_text_file")
     assert json.loads((place / "out.npy.json").read_text())["texts_empty"] == 1
     assert main(["embed", "hashed-words:32", "a.txt", *OUT, "--normalise"]) == 1
     facts = "out.npy: was made with model = hashed-words:64, not hashed-words:32, normalise = False, not True; name"

@@ -79,7 +79,9 @@ def run_embed(arguments: list[str]) -> int:
     if note.lost:
         print(f"lost, wholly or in part: {excerpt(note.lost)}")
     if note.texts_empty:
-        print(f"empty texts: {note.texts_empty:,}")
+        by_line = options["format"] == "auto" and 20 * note.texts_empty > note.rows
+        hint = "; each line of a .txt is a text, with --format auto_text_file each file" if by_line else ""
+        print(f"empty texts: {note.texts_empty:,}{hint}")
     rows = f"{note.rows:,} {'passages' if note.config.passages else 'embeddings'}"
     print(f"{options['output']}: {rows} of {note.size} numbers ({options['dtype']})")
     if note.tokens:
