@@ -183,7 +183,7 @@ def summary(manifest: Manifest, output: str) -> str:
     lost = ", ".join(filter(None, [in_words(manifest.dropped), in_words(manifest.failed), lost_hint(manifest)]))
     share = totals.get("unknown_tokens", 0) / max(1, totals["num_tokens"])
     unknown = f" ({share:.2%} unknown)" if share else ""
-    skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
+    skipped = ", ".join(f"{skip.files:,} {kind} (such as {skip.example!r})" for kind, skip in manifest.skipped.items())
     left = skipped and f"; not read: {skipped}"
     return (
         f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "

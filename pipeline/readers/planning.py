@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from declutr.common.console.logs import get_logger
 from declutr.common.errors import missing_extra
 from declutr.common.paths import expand
 from declutr.common.stores.address import explained, is_remote
@@ -197,9 +198,8 @@ def file_parts(
         inputs, problems = hub_inputs(corpus)
     else:
         inputs, problems = _corpus_files(corpus, skipped, rules)
-    unique = dict[str, Input]()
-    for file in sorted(inputs, key=lambda file: file.source):  # of a file and links to it, the first name counts
-        unique.setdefault(file.path, file)
+    # of a file and links to it, the first name counts: it comes last
+    unique = {file.path: file for file in sorted(inputs, key=lambda file: file.source)[::-1]}
     sources = Counter(file.source for file in unique.values())
     files = [
         file if sources[file.source] == 1 else replace(file, source=file.path)
@@ -242,8 +242,7 @@ def _place(file: Input) -> tuple[str, str]:
 
 def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[list[Input], list[str]]:
     """The files of all entries of `paths`, and their problems, one line each."""
-    inputs: list[Input] = []
-    problems: list[str] = []
+    inputs, problems, idle = list[Input](), list[str](), corpus.exclude
     for entry in corpus.paths:
         try:
             matches = list(find_inputs(entry, skipped))
@@ -253,6 +252,7 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
         if not matches:
             where = entry if is_remote(entry) else expand(entry).absolute()
             problems.append(f"corpus.paths: {entry!r} matches no file; looked at {where}")
+        idle = [pattern for pattern in idle if not any(f.searched and fnmatchcase(f.source, pattern) for f in matches)]
         usable: list[Input] = []
         for file in matches:
             if file.searched and any(fnmatchcase(file.source, pattern) for pattern in corpus.exclude):
@@ -273,6 +273,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
                 + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
             )
         inputs += usable
+    if idle:
+        get_logger().warning("corpus.exclude: no file below a folder of corpus.paths matches %s", " or ".join(idle))
     return inputs, problems
 
 

@@ -154,8 +154,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     try:
         parsed = read_yaml(value)
     except YamlError as error:
-        quoted = f"'{key}=[\"{value.strip('[] ')}\"]'"
-        quote = f"; put a value with * or ? into two kinds of quotes: {quoted}" if {*"*?"} & {*value} else ""
+        names = '","'.join(part.strip(" '\"") for part in value.strip("[] ").split(","))
+        quote = f"; put * and ? into two kinds of quotes: '{key}=[\"{names}\"]'" if {*"*?"} & {*value} else ""
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
     if len(parents) >= _MAX_DEPTH:
