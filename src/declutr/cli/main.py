@@ -86,9 +86,10 @@ def _problem(command: str, rest: list[str]) -> str | None:
     # before a secret reaches a log, a plan or a manifest
     if problem := next(filter(None, map(refused_argument, rest)), None):
         return f"declutr {command}: {problem}"
-    # `embed` reads inputs at addresses, and a query may be any text
+    # `embed` reads inputs at addresses, a query may be any text, and a document has the name that it was read by
     read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
-    if address := next((argument for argument in read if argument.startswith(OBJECT_STORES)), None):
+    places = [place for place, before in zip(read, ["", *read], strict=False) if before != "--document"]
+    if address := next((place for place in places if place.startswith(OBJECT_STORES)), None):
         return f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder"
     if command in _CONFIGURED and rest and not rest[0].startswith("-"):
         try:
