@@ -154,8 +154,6 @@ class UnitReader(Iterator[Record]):
 
 def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent, documents: bool) -> Rules:
     """Rules for reading the files of a corpus with this content."""
-    if content.kind == "documents":
-        return rules_of(corpus, documents=documents)
     max_file_bytes = MAX_FILE_BYTES if content.kind == "pairs" else None
     return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content), documents)
 
