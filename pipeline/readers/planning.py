@@ -209,11 +209,12 @@ def file_parts(
     failing: list[str] = []
     num_good = 0
     cut_file = partial(_cut_file, rules=rules, part_bytes=part_bytes)
-    if any(is_remote(file.path) for file in files):
-        with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network
+    # each head of a remote file is a request, and a request waits for the network
+    with ThreadPoolExecutor(_THREADS if any(is_remote(file.path) for file in files) else 1) as pool:
+        try:
             cuts = list(pool.map(cut_file, files))
-    else:
-        cuts = [cut_file(file) for file in files]
+        except StoreLostError as error:  # most likely of all files: said once
+            return [], [*problems, f"corpus.paths: a file cannot be read: {error}"]
     of_data = {_place(file) for file, cut in zip(files, cuts, strict=True) if cut.parts and not cut.problem}
     for file, cut in zip(files, cuts, strict=True):
         if cut.doubtful and _place(file) in of_data:  # its first line lacks the key, others may have it
@@ -319,8 +320,6 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if delimiter and (problem := header_problem(head.data, rules, delimiter)):
                 return Cut([_whole(file, 0)], _column_problem(file, TextRows(rules), problem))
             return Cut([_whole(file)])
-    except StoreLostError as error:
-        return Cut([], f"corpus.paths: a file cannot be read: {error}")
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))

@@ -211,6 +211,11 @@ def test_a_store_that_ends_is_no_failure_of_its_files():
 def test_an_outage_while_inputs_are_read_is_waited_for(method):
     with faulty_store() as (address, faults):
         Folder(address("")).put("a.jsonl", LINES)
+        Folder(address("")).put("b.jsonl", LINES)
+        faults.refuse(403, "AccessDenied", methods=("HEAD",))
+        (problem,) = file_parts(files(address("*.jsonl")), 1 << 20)[1]  # not one for each file
+        says(problem, "corpus.paths", "a.jsonl", "Check the credentials")
+        faults.clear()
         corpus = files(address("a.jsonl"))
         (unit,) = with_file_states(plan_units(corpus, None)[0], 30)
         faults.refuse(409, "Conflict", left=1, methods=(method,))  # the library does not retry this error
