@@ -251,8 +251,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             problems.append(f"corpus.paths: {entry!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
-            where = entry if is_remote(entry) else expand(entry).absolute()
-            problems.append(f"corpus.paths: {entry!r} matches no file; looked at {where}")
+            where = "check its bucket and folder" if is_remote(entry) else f"looked at {expand(entry).absolute()}"
+            problems.append(f"corpus.paths: {entry!r} matches no file; {where}")
         idle = [pattern for pattern in idle if not any(f.searched and fnmatchcase(f.source, pattern) for f in matches)]
         usable: list[Input] = []
         for file in matches:
