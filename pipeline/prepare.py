@@ -176,7 +176,7 @@ def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparati
         messages = [*unreadable, *places, *filter_problems(config.filters)]
         wrong_name = any("tokenizer.name" in problem for problem in messages)
         if not messages and output is not None:  # missing inputs would also be reported as changed inputs
-            units = with_file_states(units)
+            units = with_file_states(units, config.storage_retry_seconds)
             plan = plan_of(config, units, skipped.kinds())
             for line in describe_skipped(plan.skipped):
                 get_logger().warning(line)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import duration
-from declutr.pipeline.job.outcome import lines_hint, nothing_kept
+from declutr.pipeline.job.outcome import in_words, lines_hint, nothing_kept
 from declutr.pipeline.job.output import Preparation, output_engine
 from declutr.pipeline.job.units import Unit, UnitReader
 from declutr.pipeline.job.worker import decide_records
@@ -165,14 +165,15 @@ def estimate(job: Preparation, folder: Path, tokenizer: TokenizerInfo | None, cp
     num_bytes, total = (sum(getattr(sample, name) for sample in samples) for name in ("num_bytes", "stands_for"))
     documents, kept, num_tokens = (round(sums[name]) for name in ("documents", "kept", "num_tokens"))
     about = "about " if num_bytes < total else ""
-    not_kept = Counter({**counts.dropped, **counts.failed}).most_common()
-    reasons = ", ".join(f"{number:,} {reason}" for reason, number in not_kept)
+    reasons = in_words(dict(Counter({**counts.dropped, **counts.failed}).most_common()))
+    too_many = sum(counts.failed.values()) > config.max_error_rate * counts.read
+    excess = f"; more failed than max_error_rate = {config.max_error_rate:g} allows" if too_many else ""
     sources = (part.source for unit in units for part in unit.parts)
     hint = lines_hint(counts.read, counts.dropped, job.plan.config, sources)
     lines = [
         f"estimated from {num_bytes / MIB:,.1f} of {total / MIB:,.1f} MiB of input:",
         f"  {noun_of(kind):11} {about}{documents:,}, of which {about}{kept:,} kept ({kept / max(1, documents):.0%})",
-        *([f"  not kept    {reasons} (in the sample)"] if not_kept else []),
+        *([f"  not kept    {reasons} (in the sample){excess}"] if reasons else []),
         f"  {'files' if kind in MEDIA_KINDS else 'text':11} {sums['text_bytes'] / MIB:,.1f} MiB",
         f"  {size_noun(kind):11} {about}{num_tokens:,} kept",
         f"  shards      up to {len(units) * len(SPLITS):,} files, {shard_bytes / MIB:,.1f} MiB",

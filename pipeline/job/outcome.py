@@ -141,6 +141,8 @@ def losses_hint(losses: Losses, kind: ContentKind) -> Sequence[str]:
         num_files = len(losses.files) + sum(num_whole for num_whole, _ in losses.whole.values())
         broken = f"{num_broken:,} of {num_files:,} files break off"
         lines.append(f"{broken}, with about {lost:,} more {nouns}, by those in whole files")
+    if cuts := {source: file["cut"] for source, file in losses.files.items() if file["cut"]}:
+        lines.append(f"{sum(cuts.values()):,} cuts of {nouns} above corpus.max_document_mib, as in {next(iter(cuts))}")
     for source, file in losses.files.items():
         rows = file["read"] + file["failed"]
         if rows >= _LEAST_ROWS and file["failed"] > _MUCH_OF_A_FILE * rows:
@@ -183,7 +185,7 @@ def summary(manifest: Manifest, output: str) -> str:
     lost = ", ".join(filter(None, [in_words(manifest.dropped), in_words(manifest.failed), lost_hint(manifest)]))
     share = totals.get("unknown_tokens", 0) / max(1, totals["num_tokens"])
     unknown = f" ({share:.2%} unknown)" if share else ""
-    skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
+    skipped = ", ".join(f"{skip.files:,} {kind} (such as {skip.example!r})" for kind, skip in manifest.skipped.items())
     left = skipped and f"; not read: {skipped}"
     return (
         f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "

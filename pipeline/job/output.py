@@ -148,7 +148,7 @@ class Output:
         first += " (the extra `documents` was installed or removed)" if plan.documents != other.documents else ""
         return [
             f"{where} was started with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
-            f"{first}; name another folder or delete this one"
+            f"{first}; name another folder, delete this one, or prepare new files alone, as `data` takes a list"
         ]
 
     def input_problems(self, plan: PreparePlan, units: Sequence[Unit], verify: bool = False) -> list[str]:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.errors import missing_extra
 from declutr.common.storage import hash_file, hash_json, record_of, write_text
+from declutr.common.stores.folder import RETRY_SECONDS, retried
 from declutr.pipeline.config import PipelineConfig, config_hash
 from declutr.pipeline.media.media_rows import blob_rules, document_texts, media_rows
 from declutr.pipeline.readers.corpus import (
@@ -80,6 +81,7 @@ class Unit(Strict):
     parts: list[Part]
     # State of its files when the plan was made, by path; empty without a call of `with_file_states`.
     file_states: dict[str, FileState | None] = Field(default_factory=dict)
+    retry_seconds: float = RETRY_SECONDS  # time for which a store that does not answer is asked again
     # True if the host that made the plan has the extra `documents`.
     documents: bool = Field(default_factory=lambda: not missing_extra("documents", ""))
 
@@ -142,7 +144,7 @@ class UnitReader(Iterator[Record]):
     def _read(self, unit: Unit, rules: Rules | None) -> Iterator[Record]:
         for part in unit.parts:
             self._meter, self._part_bytes = Meter(), part.num_bytes
-            for record in read_python(part) if rules is None else read_part(part, rules, self._meter):
+            for record in read_part(part, rules, self._meter, unit.retry_seconds) if rules else read_python(part):
                 self._losses.add(record, part.source)
                 yield record
             self._losses.end(part.source, part.start == 0, part.num_bytes, self.bytes_read - self._done)
@@ -152,8 +154,6 @@ class UnitReader(Iterator[Record]):
 
 def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent, documents: bool) -> Rules:
     """Rules for reading the files of a corpus with this content."""
-    if content.kind == "documents":
-        return rules_of(corpus, documents=documents)
     max_file_bytes = MAX_FILE_BYTES if content.kind == "pairs" else None
     return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content), documents)
 
@@ -206,12 +206,12 @@ def hash_unit(unit: Unit) -> str:
     return hash_json([*parts, *["documents"] * unit.reads_documents])  # an archive has others without the extra
 
 
-def with_file_states(units: Sequence[Unit]) -> list[Unit]:
-    """The units with the states of their files; each file is examined once."""
+def with_file_states(units: Sequence[Unit], retry_seconds: float = RETRY_SECONDS) -> list[Unit]:
+    """The units with the states of their files, each examined once, and the time for a store that does not answer."""
     states = read_file_states(part for unit in units for part in unit.parts)
-    return [
-        unit.model_copy(update={"file_states": {part.path: states[part.path] for part in unit.parts}}) for unit in units
-    ]
+    of_units = [{part.path: states[part.path] for part in unit.parts} for unit in units]
+    updates = [{"file_states": of_unit, "retry_seconds": retry_seconds} for of_unit in of_units]
+    return [unit.model_copy(update=update) for unit, update in zip(units, updates, strict=True)]
 
 
 def input_state_read(unit: Unit) -> InputState | None:
@@ -225,7 +225,7 @@ def input_state_read(unit: Unit) -> InputState | None:
 
 def check_unchanged(unit: Unit) -> None:
     """Checks, as `input_state_read`, that the files of a unit are as when it was planned."""
-    now = read_file_states(unit.parts)
+    now = retried(unit.parts[0].path, unit.retry_seconds, lambda: read_file_states(unit.parts))
     for part in unit.parts:
         if now[part.path] is not None and now[part.path] != unit.file_states[part.path]:
             raise OSError(f"{part.source} was changed while the corpus was being read; do not modify inputs meanwhile")

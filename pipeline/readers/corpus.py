@@ -89,6 +89,7 @@ class Document:
     text: str
     source: str
     offset: int
+    cut: bool = field(default=False, kw_only=True)  # it was too long, and goes on in the next document
 
 
 @dataclass(frozen=True, slots=True)

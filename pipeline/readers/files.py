@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -163,23 +163,22 @@ class Meter:
         self.measure: Callable[[], float] = lambda: 0.0
 
 
-def read_part(part: Part, rules: Rules, meter: Meter) -> Records:
+def read_part(part: Part, rules: Rules, meter: Meter, retry_seconds: float = 0.0) -> Records:
     """Every document and failure of a part of a file, in order."""
     if part.format == "lost":
         yield failed("unreadable", part.source, 0, _why_lost(part.path))
         return
     with ExitStack() as files:
         try:
-            records = _opened(part, rules, meter, files)
+            records = _opened(part, rules, meter, files.enter_context(open_input(part.path, retry_seconds)), files)
         except READ_ERRORS as error:
             yield unreadable(error, part.source, part.start)
         else:
             yield from records
 
 
-def _opened(part: Part, rules: Rules, meter: Meter, files: ExitStack) -> Records:
-    """The records of a part, whose file is opened, added to `files` and moved to its start."""
-    file = files.enter_context(open_input(part.path))
+def _opened(part: Part, rules: Rules, meter: Meter, file: BinaryIO, files: ExitStack) -> Records:
+    """The records of a part, whose open file is moved to its start; what else it opens is added to `files`."""
     stream, pieces = stream_of(file, part.path), range(part.start, part.stop)
     match part.format:
         case "parquet" | "arrow":

@@ -73,10 +73,8 @@ def _file_state(path: str) -> FileState | None:
         with network_errors():
             files, name, _ = filesystem(path)
             facts = files.info(name)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        if is_remote(path):  # the store does not answer, which says nothing about the file
+    except OSError as error:
+        if is_remote(path) and not isinstance(error, FileNotFoundError):  # a store that does not answer says nothing
             raise
         return None
     tags = [str(facts[key]) for key in _TAGS if facts.get(key)]

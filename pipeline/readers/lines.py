@@ -36,7 +36,7 @@ _SPACES = (b" ", b"\n", b"\t", b"\r")
 _CONTINUATION_BYTES = 3  # of the longest character
 
 
-def decode(raw: Buffer, source: str, offset: int) -> Record:
+def decode(raw: Buffer, source: str, offset: int, cut: bool = False) -> Record:
     """A document of these bytes, without a byte order mark of a file; a failure if not UTF-8, or with NUL bytes."""
     try:
         text = str(raw, "utf-8")
@@ -44,7 +44,7 @@ def decode(raw: Buffer, source: str, offset: int) -> Record:
         return failed("invalid_utf8", source, offset, f"byte {error.start} of the document: {error.reason}")
     if "\0" in text:
         return nul_bytes(source, offset)
-    return Document(text.removeprefix("\ufeff") if offset == 0 else text, source, offset)
+    return Document(text.removeprefix("\ufeff") if offset == 0 else text, source, offset, cut=cut)
 
 
 def nul_bytes(source: str, offset: int) -> ReadFailure:
@@ -72,8 +72,8 @@ def character_start(window: bytes | bytearray, position: int) -> int:
 
 def documents(raw: Buffer, source: str, row: int, max_bytes: int) -> Records:
     """The document of one row of a table, in pieces if longer than `max_bytes`; the offset is always the row."""
-    for piece, _, _ in _cut_line(memoryview(raw), 0, max_bytes):
-        yield decode(piece, source, row)
+    for piece, _, goes_on in _cut_line(memoryview(raw), 0, max_bytes):
+        yield decode(piece, source, row, goes_on)
 
 
 def encoding_of(head: bytes) -> str | None:
@@ -165,8 +165,8 @@ def read_text(body: Body) -> Records:
     """One document a line."""
     offset = body.stream.position
     try:
-        for raw, offset, _ in lines(body.stream, body.stop, body.rules.max_bytes):
-            yield decode(raw, body.source, offset)
+        for raw, offset, goes_on in lines(body.stream, body.stop, body.rules.max_bytes):
+            yield decode(raw, body.source, offset, goes_on)
     except READ_ERRORS as error:
         yield unreadable(error, body.source, offset)
 
@@ -179,7 +179,7 @@ def read_text_file(body: Body) -> Records:
             buffer += chunk
             while len(buffer) > max_bytes:
                 length = cut(buffer, max_bytes)
-                yield decode(buffer[:length], body.source, offset)
+                yield decode(buffer[:length], body.source, offset, cut=True)
                 del buffer[:length]
                 offset += length
         yield decode(buffer, body.source, offset)
@@ -357,7 +357,8 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
         at = offset if start == 0 else offset + first + start
         try:
             text = msgspec.json.decode(b'"' + window[:length] + b'"', type=str)
-            yield nul_bytes(source, at) if "\0" in text else Document(text, source, at)
+            piece = Document(text, source, at, cut=start + length < len(string))
+            yield nul_bytes(source, at) if "\0" in text else piece
         except ValueError as error:
             yield failed("invalid_utf8", source, at, str(error))
         start += max(1, length)  # 1 ends the round of an empty text

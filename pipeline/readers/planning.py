@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from declutr.common.console.logs import get_logger
 from declutr.common.errors import missing_extra
 from declutr.common.paths import expand
 from declutr.common.stores.address import explained, is_remote
@@ -205,11 +206,12 @@ def file_parts(
     files = [file if sources[file.source] == 1 else replace(file, source=file.path) for file in unique.values()]
     parts, failing, num_good = list[Part](), list[str](), 0
     cut_file = partial(_cut_file, rules=rules, part_bytes=part_bytes)
-    if any(is_remote(file.path) for file in files):
-        with ThreadPoolExecutor(_THREADS) as pool:  # each head is a request, and a request waits for the network
+    # each head of a remote file is a request, and a request waits for the network
+    with ThreadPoolExecutor(_THREADS if any(is_remote(file.path) for file in files) else 1) as pool:
+        try:
             cuts = list(pool.map(cut_file, files))
-    else:
-        cuts = [cut_file(file) for file in files]
+        except StoreLostError as error:  # most likely of all files: said once
+            return [], [*problems, f"corpus.paths: a file cannot be read: {error}"]
     of_data = {_place(file) for file, cut in zip(files, cuts, strict=True) if cut.parts and not cut.problem}
     for file, cut in zip(files, cuts, strict=True):
         if cut.doubtful and _place(file) in of_data:  # its first line lacks the key, others may have it
@@ -238,8 +240,7 @@ def _place(file: Input) -> tuple[str, str]:
 
 def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[list[Input], list[str]]:
     """The files of all entries of `paths`, and their problems, one line each."""
-    inputs: list[Input] = []
-    problems: list[str] = []
+    inputs, problems, idle = list[Input](), list[str](), corpus.exclude
     for number, entry in enumerate(corpus.paths):
         try:
             matches = list(find_inputs(entry, skipped))
@@ -247,8 +248,9 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             problems.append(f"corpus.paths: {entry!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
-            where = entry if is_remote(entry) else expand(entry).absolute()
-            problems.append(f"corpus.paths: {entry!r} matches no file; looked at {where}")
+            where = "check its bucket and folder" if is_remote(entry) else f"looked at {expand(entry).absolute()}"
+            problems.append(f"corpus.paths: {entry!r} matches no file; {where}")
+        idle = [pattern for pattern in idle if not any(f.searched and fnmatchcase(f.source, pattern) for f in matches)]
         usable: list[Input] = []
         for file in matches:
             if file.searched and any(fnmatchcase(file.source, pattern) for pattern in corpus.exclude):
@@ -269,6 +271,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
                 + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
             )
         inputs += [replace(file, entry=number) for file in usable] if isinstance(corpus, OrderedFiles) else usable
+    if idle:
+        get_logger().warning("corpus.exclude: no file below a folder of corpus.paths matches %s", " or ".join(idle))
     return inputs, problems
 
 
@@ -313,8 +317,6 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if delimiter and (problem := header_problem(head.data, rules, delimiter)):
                 return Cut([_whole(file, 0)], _column_problem(file, TextRows(rules), problem))
             return Cut([_whole(file)])
-    except StoreLostError as error:
-        return Cut([], f"corpus.paths: a file cannot be read: {error}")
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))

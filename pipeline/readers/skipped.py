@@ -86,7 +86,7 @@ class Skipped:
 def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
     """A line for all kinds of files that are not read, with examples and remedies, and one for unreadable files."""
     lines = []
-    if parts := [f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in kinds.items() if kind != UNREADABLE]:
+    if parts := [f"{s.files:,} {kind} (such as {s.example!r})" for kind, s in kinds.items() if kind != UNREADABLE]:
         remedies: dict[str, list[str]] = {}
         for kind in kinds:
             if kind in _ADVICE:

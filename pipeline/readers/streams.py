@@ -7,15 +7,17 @@ import bz2
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from declutr.common.errors import redact
-from declutr.common.stores.address import explained, filesystem, is_remote, network_errors
+from declutr.common.errors import RemoteError, redact
+from declutr.common.stores.address import OBJECT_STORES, filesystem, is_remote
+from declutr.common.stores.folder import retried
 from declutr.pipeline.readers.corpus import END, ReadFailure, Rules, failed, unreadable
 
 CHUNK_BYTES = 1 << 20
@@ -241,24 +243,21 @@ class StoreLostError(Exception):
     """A store that no longer answers or refuses. It is no OSError, which readers count as a failure of the file."""
 
 
-def open_input(path: str) -> BinaryIO:
-    """A file at a path or an address for reading, with `seek`."""
+def open_input(path: str, retry_seconds: float = 0.0) -> BinaryIO:
+    """A file at a path or an address for reading, with `seek`; an object store that does not answer is asked again."""
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
-    with _store(path):
-        files, name, _ = filesystem(path)
-        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path))
+    # elsewhere the library has retried, and no code of an error says which one stays
+    ask = partial(_asked, redact(path), retry_seconds if path.startswith(OBJECT_STORES) else 0.0)
+    files, name, _ = ask(lambda: filesystem(path))
+    return cast(BinaryIO, _RemoteFile(ask(lambda: files.open(name, "rb")), ask))
 
 
-@contextmanager
-def _store(path: str) -> Iterator[None]:
+def _asked(path: str, retry_seconds: float, action: Callable[[], Any]) -> Any:
     try:
-        with network_errors():
-            yield
-    except FileNotFoundError:  # of this file, not of the store
-        raise
-    except OSError as error:
-        raise StoreLostError(f"{redact(path)}: {explained(error)}") from error
+        return retried(path, retry_seconds, action)
+    except RemoteError as error:
+        raise StoreLostError(str(error)) from error
 
 
 def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
@@ -282,10 +281,10 @@ def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> Byt
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file that raises StoreLostError for all errors of the library behind it."""
+    """A remote file whose reads go through `ask`: errors of the library behind it are StoreLostError."""
 
-    def __init__(self, file: Any, path: str) -> None:
-        self._file, self._path = file, path
+    def __init__(self, file: Any, ask: Callable[[Callable[[], Any]], Any]) -> None:
+        self._file, self._ask = file, ask
 
     def readable(self) -> bool:
         return True
@@ -294,13 +293,20 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        with _store(self._path):
-            return bytes(self._file.read(num_bytes))
+        place = self._file.tell()
+
+        def read_here() -> bytes:
+            try:
+                return bytes(self._file.read(num_bytes))
+            except OSError:
+                self._file.seek(place)  # a read that failed may have moved, or have ended a stream of Google's
+                raise
+
+        return bytes(self._ask(read_here))
 
     def seek(self, position: int, whence: int = 0) -> int:
-        with _store(self._path):
-            self._file.seek(position, whence)
-            return int(self._file.tell())
+        self._ask(lambda: self._file.seek(position, whence))
+        return int(self._file.tell())
 
     def close(self) -> None:
         if not self.closed:

@@ -92,8 +92,8 @@ _MOST_FILES = 100  # files with failures that are listed of a unit; all failures
 class Losses(Strict):
     """Counts of the files of a unit, or of all units."""
 
-    # Files with failures, broken ones and the most failures first: records that were `read` and that `failed`. If the
-    # rest of a file is lost, `broken` is 1, and `left_bytes` are its input bytes, as far as the file has them.
+    # Files with failures or cuts, broken ones and the most failures first: records `read` and `failed`, and cuts in
+    # those that were too long. If the rest is lost, `broken` is 1, and `left_bytes` its input bytes, if it has some.
     files: dict[str, Counter[str]] = Field(default_factory=dict)
     # Number of the other files, and of the records in them, by ending.
     whole: dict[str, tuple[int, int]] = Field(default_factory=dict)
@@ -141,6 +141,8 @@ class LossCounter:
             counts["broken"] |= record.rest  # a file breaks off once, however often that is told
         else:
             counts["read"] += 1
+            if record.cut:
+                counts["cut"] += 1
 
     def end(self, part: str, is_first: bool, num_bytes: int, bytes_read: int) -> None:
         """Ends a part of the file `part`, of whose input bytes so many were read; `is_first`: the file begins in it."""
@@ -159,7 +161,7 @@ class LossCounter:
         self._member, self._of_member = "", Counter()
 
     def _end(self, source: str, counts: Counter[str], is_first: bool) -> None:
-        if counts["failed"]:
+        if counts["failed"] or counts["cut"]:
             self._files.setdefault(source, Counter()).update(counts)
         else:
             whole = self._whole.setdefault(bare_suffix(source), [0, 0])

@@ -137,6 +137,7 @@ def test_config_reports_every_problem_at_once(load):
     [
         (["inputs=[a,", "b]", "low=2"], ("inputs", "'[a,'", "YAML", "'b]'", "key=value", "quotes")),
         (["low", "=", "2"], ("'low'", "'='", "'2'", "spaces")),
+        (["inputs=[d/*, *.rst,'*.md']"], """'inputs=["d/*","*.rst","*.md"]'"""),
         (["low=2", "high", "=9"], ("'high'", "'=9'", "spaces")),
         (["name=my", "folder"], ("'folder'", "key=value", "quotes")),
         (["inputs=[a", "lwo=2"], ("inputs", "'[a'", "YAML", "lwo", "unknown key", "`low`")),

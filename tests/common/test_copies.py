@@ -85,6 +85,8 @@ def test_keys_of_a_store_are_names_too(server, tmp_path, key):
     client.create_bucket(Bucket=bucket)
     for name in ("run/good", key):
         client.put_object(Bucket=bucket, Key=name, Body=b"x")
+    with pytest.raises(RemoteError, match=all_of("run/good", "is a file; name its folder")):
+        fetch_all(Folder(server("run/good", bucket=bucket), HASTE), tmp_path / "copy")
     with pytest.raises(RemoteError, match="outside the folder"):
         fetch_all(Folder(address, HASTE), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

@@ -107,6 +107,7 @@ OTHERS = [
     (["index", "e.npy", "–output=new"], "not with `–`; write `--output`"),
     (["train", "good.yaml", "-plan"], "write `--plan`"),
     (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr copy gs://bucket/x FOLDER"),
+    (["inspect", "docs", "--document", "s3://bucket/x:3"], "docs holds no manifest.json"),  # the name of a document
     (["report", "gcs://bucket/x"], "declutr report reads folders: declutr copy gcs://bucket/x FOLDER"),
     (["copy", "file.txt", "out"], "neither is an address"), (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),
     (["prepare", "good.yaml", "corpus.paths=[table.csv]"], "table.csv: no column 'text'; found id, txet; did you mean"),

@@ -87,7 +87,7 @@ def test_unit_size_grows_only_with_a_corpus_of_too_many_units_and_the_sample_is_
 
 OUTPUTS = [("s3://bucket", ("folder", "bucket")), ("s3://", ("bucket", "s3://BUCKET/FOLDER"))]
 OUTPUTS += [("s3://key:secret@bucket/x", "credentials"), ("http://127.0.0.1:1/x", "nothing can be")]
-OUTPUTS += [("s3://bucket/x?endpoint_override=http://127.0.0.1:1", ("nothing can be", "answered"))]
+OUTPUTS += [("s3://bucket/x?endpoint_override=http://127.0.0.1:1", ("nothing can be", "is not reached"))]
 OUTPUTS += [("nothing://bucket/x", ("nothing can be", "Protocol not known"))]
 
 
@@ -236,6 +236,9 @@ def test_all_problems_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as error:
         load("content=pairs", "geometry.num_anchors=3", "filters.c4={}")
     assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match=all_of("filters.quality.column", "unknown key", "known here", "c4")) as error:
+        load("filters.quality={column: quality, min: 0.5}")
+    assert "did you mean" not in str(error.value)
     contents = {"sentence": "documents, sentences, pairs, triples"}
     contents |= {"{kind: pairs, required_labels: [entails]}": "content.required_labels.0"}
     for content, words in (contents | {"{kind: sentences, language: English}": "content.language"}).items():

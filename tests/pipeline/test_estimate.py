@@ -54,7 +54,7 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
 
 
 SHORT = "one two three\n" * 50, ["none of 50 documents;the longest", "50 too_short", "50 of 50 documents;too short"]
-UNREADABLE = "\xff\n" * 50, ["no document;all 50 failed;50 invalid_utf8", "50 invalid_utf8"]
+UNREADABLE = "\xff\n" * 50, ["no document;all 50 failed;50 invalid_utf8", "50 invalid_utf8;max_error_rate = 0.01"]
 
 
 @pytest.mark.parametrize(("text", "reasons"), [SHORT, UNREADABLE, ("one two three " * 400 + "\n", [])])

@@ -253,9 +253,9 @@ def rows(count, start=0):
     return b"".join(b'{"text": "document %d of many words"}\n' % n for n in range(start, start + count))
 
 
-def losses_of(path, unit_mib=64.0):
-    units, _ = plan_units(files(path), unit_mib)
-    readers = [UnitReader(unit, files(path)) for unit in units]
+def losses_of(path, unit_mib=64.0, **options):
+    units, _ = plan_units(files(path, **options), unit_mib)
+    readers = [UnitReader(unit, files(path, **options)) for unit in units]
     records = [record for reader in readers for record in reader]
     failed = sum(isinstance(record, ReadFailure) for record in records)
     counts = Counts(read=len(records), kept=0, dropped={}, failed={"x": failed}, text_bytes=0, longest_tokens=0)
@@ -290,6 +290,9 @@ def test_a_damaged_file_weighs_by_the_bytes_behind_and_a_small_one_of_which_much
     losses, counts = losses_of(spread(tmp_path / "small", files))
     assert too_many_failed(counts, [], 0.01, "documents", losses) is None
     says(*losses_hint(losses, "documents"), "bad.csv", "80 of 100")
+    long = spread(tmp_path / "long", {"a.txt": b"a line\n", "b.txt": b"word " * 1000})
+    losses, _ = losses_of(long, max_document_mib=0.001)
+    says(*losses_hint(losses, "documents"), "4 cuts of documents", "corpus.max_document_mib", "b.txt")
 
 
 @pytest.mark.parametrize("read", [0, 7, 100])

@@ -14,14 +14,14 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
 from mediafiles import spread
-from messages import says
+from messages import all_of, says
 from processes import run_python
-from s3server import s3_server
+from s3server import faulty_store, s3_server
 from serving import Handler, serving
 
 from declutr.common.stores.address import files_below, filesystem
 from declutr.common.stores.folder import Folder
-from declutr.pipeline.job.units import UnitReader, hash_unit, plan_units
+from declutr.pipeline.job.units import UnitReader, check_unchanged, hash_unit, plan_units, with_file_states
 from declutr.pipeline.media.media_rows import labelled
 from declutr.pipeline.readers.corpus import Blob, HubCorpus, ReadFailure, bare_suffix
 from declutr.pipeline.readers.planning import file_parts
@@ -71,6 +71,7 @@ def test_globs_and_single_files_of_a_store_are_read_and_missing_ones_named(bucke
     missing = [f"{root}/nothing{query}", f"{root}/data/*.csv{query}", f"s3://no-such-bucket/x{query}", "nosuch://x/y"]
     problems = file_parts(files(*missing), 1 << 20)[1]
     assert all(path in problem for path, problem in zip(missing, problems, strict=True))
+    says(problems, "s3://no-such-bucket/x", "matches no file", "check its bucket")
     for name in ("a.jsonl", "b/b.jsonl", "c/c.jsonl"):
         Folder(f"{root}/three{query}").put(name, b'{"text": "one"}')
     for place, names in {"": "abc", "/*/*.jsonl": "bc", "/**/*.jsonl": "abc", "/b/*": "b", "/none/*": ""}.items():
@@ -205,6 +206,27 @@ def test_a_store_that_ends_is_no_failure_of_its_files():
     with pytest.raises(OSError, match="ExpiredToken"):
         list(UnitReader(named("b.jsonl"), corpus))
     assert [type(one) for one in UnitReader(named("c.jsonl"), corpus)] == [ReadFailure]
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_an_outage_while_inputs_are_read_is_waited_for(method):
+    with faulty_store() as (address, faults):
+        Folder(address("")).put("a.jsonl", LINES)
+        Folder(address("")).put("b.jsonl", LINES)
+        faults.refuse(403, "AccessDenied", methods=("HEAD",))
+        (problem,) = file_parts(files(address("*.jsonl")), 1 << 20)[1]  # not one for each file
+        says(problem, "corpus.paths", "a.jsonl", "Check the credentials")
+        faults.clear()
+        corpus = files(address("a.jsonl"))
+        (unit,) = with_file_states(plan_units(corpus, None)[0], 30)
+        faults.refuse(409, "Conflict", left=1, methods=(method,))  # the library does not retry this error
+        assert len(list(UnitReader(unit, corpus))) == 100
+        assert faults.left == 0
+        faults.refuse(409, "Conflict", left=1, methods=("HEAD",))
+        check_unchanged(unit)
+        faults.refuse(409, "Conflict", methods=(method,))
+        with pytest.raises(OSError, match=all_of("bucket/a.jsonl", "has not answered")):
+            list(UnitReader(unit.model_copy(update={"retry_seconds": 0.1}), corpus))
 
 
 @pytest.mark.parametrize("names", [("a.txt", "z.txt"), ("z.txt", "a.txt")])

@@ -150,6 +150,7 @@ def test_a_long_document_is_cut_into_documents_that_make_it_up(tmp_path, suffix)
     first, *pieces, last = read_all(files(path, max_document_mib=0.005))
     assert (first.text, last.text, "".join(piece.text for piece in pieces)) == ("short", "after", text)
     assert len(pieces) > 8
+    assert [piece.cut for piece in (first, *pieces, last)] == [False, *[True] * (len(pieces) - 1), False, False]
     assert all(len(piece.text.encode()) <= 0.005 * 2**20 for piece in pieces)
     assert all(piece.text.endswith(" ") for piece in pieces[:-1])
     offsets = [piece.offset for piece in pieces]

@@ -9,6 +9,7 @@ from declutr.common.console.terminal import answered, config_parser, refused, sh
 from declutr.common.errors import DeclutrError, UsageError, refused_argument, suggest
 from declutr.common.paths import check_there
 from declutr.common.relay import end_at_signals, relay
+from declutr.common.stores.address import OBJECT_STORES
 
 _COMMANDS = {
     "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare"),
@@ -49,7 +50,6 @@ _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 _CONFIGURED = ("prepare", "train", "verify-gradients", "doctor")
 _INPUTS = {"data": "; run `prepare` with this output", "corpus.paths": ""}
 """Settings that name files or folders which must exist, and what to do if they do not."""
-_STORES = ("s3://", "gs://", "gcs://")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,9 +86,10 @@ def _problem(command: str, rest: list[str]) -> str | None:
     # before a secret reaches a log, a plan or a manifest
     if problem := next(filter(None, map(refused_argument, rest)), None):
         return f"declutr {command}: {problem}"
-    # `embed` reads inputs at addresses, and a query may be any text
+    # `embed` reads inputs at addresses, a query may be any text, and a document has the name that it was read by
     read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
-    if address := next((argument for argument in read if argument.startswith(_STORES)), None):
+    places = [place for place, before in zip(read, ["", *read], strict=False) if before != "--document"]
+    if address := next((place for place in places if place.startswith(OBJECT_STORES)), None):
         return f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder"
     if command in _CONFIGURED and rest and not rest[0].startswith("-"):
         try:

@@ -154,8 +154,8 @@ def _override(tree: dict[str, Any], text: str) -> str | None:
     try:
         parsed = read_yaml(value)
     except YamlError as error:
-        quoted = f"'{key}=[\"{value.strip('[] ')}\"]'"
-        quote = f"; put a value with * or ? into two kinds of quotes: {quoted}" if {*"*?"} & {*value} else ""
+        names = '","'.join(part.strip(" '\"") for part in value.strip("[] ").split(","))
+        quote = f"; put * and ? into two kinds of quotes: '{key}=[\"{names}\"]'" if {*"*?"} & {*value} else ""
         return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
     *parents, last = key.split(".")
     if len(parents) >= _MAX_DEPTH:
@@ -185,8 +185,7 @@ def _read_section(name: str, section: str, model: type[BaseModel]) -> dict[str, 
         if isinstance(tree, dict):
             text = str(sorted(map(str, tree)))
             odd = next(str(key) for key in tree if key not in SECTIONS)
-            flat = odd in model.model_fields
-            hint = f"; put the settings below `{section}:`" if flat else suggest(odd, SECTIONS)
+            hint = suggest(odd, SECTIONS) if odd not in model.model_fields else f"; put the settings below `{section}:`"
         raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {text}{hint}"])
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])

@@ -156,9 +156,9 @@ def unknown_key(
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     # reversed: of equal names the first one stays
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    # a key of the same parents would be near by them alone, whatever its name
-    other_places = {key: key for key in everywhere if key not in beside.values() and key != ".".join(parents)}
-    for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
+    # a key of the same or like parents would be near by them alone, whatever its name
+    other_places = {key: key for key in everywhere if nearest(last, [key.rpartition(".")[2]])}
+    for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere if beside else {})):
         if near := nearest(word, choices):
             return f"; did you mean `{choices[near]}`?"
     return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model)

@@ -184,7 +184,7 @@ def test_without_the_extra_files_are_counted_or_refused(tmp_path, make_config, o
     monkeypatch.setitem(errors._PACKAGES, "documents", ("lxml", "absent_package"))
     (unread,), problems = plan_units(files(folder), 1, skipped)
     assert (problems, outcomes(UnitReader(unread, files(folder)))) == ([], [("a.md", "a")])
-    says(describe_skipped(skipped.kinds())[0], "1 .html ('b.html')", ".docx", ".pdf", remedy)
+    says(describe_skipped(skipped.kinds())[0], "1 .html (such as 'b.html')", ".docx", ".pdf", remedy)
     for name in ("b.html", "c.pdf", "d.docx"):
         says(*plan_units(files(folder / name), 1)[1], name, "pip install absent_package")
     assert outcomes(read_all(files(folder / "b.html", format="text_file"))) == [("b.html", "<p>b")]
@@ -198,4 +198,4 @@ def test_without_the_extra_files_are_counted_or_refused(tmp_path, make_config, o
     for now, before in ((later, plan_of(config, [unread], skipped.kinds())), (packed_later, plan_of(config, [bare]))):
         (output[0] / "plan.json").write_text(before.model_dump_json())
         place = Output("out", output[0], config.duplicates, config.session)
-        says(*place.problems(now), "other inputs", "extra `documents`", "another folder")
+        says(*place.problems(now), "other inputs", "extra `documents`", "new files alone", "`data`")

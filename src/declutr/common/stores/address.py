@@ -11,7 +11,7 @@ from typing import Any
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import redact, refusal
 
-_ARROW_PROTOCOLS = ("s3", "gs", "gcs")
+OBJECT_STORES = ("s3://", "gs://", "gcs://")
 _GOOGLE_RETRY_SECONDS = 15  # then our own retries go on, with a message
 _AWS = re.compile(r"AWS Error (?P<code>.+?) during (?P<operation>\w+) operation: (?P<cause>.*)", re.DOTALL)
 _SHOWN_CHARACTERS = 300
@@ -46,7 +46,7 @@ def bucket_problem(address: str) -> str | None:
     """The problem of an address that names no bucket, as `s3://$BUCKET` does without the variable; None of others."""
     scheme, _, rest = address.partition("://")
     place = rest.partition("?")[0]
-    if scheme in _ARROW_PROTOCOLS:
+    if address.startswith(OBJECT_STORES):
         place = place.partition("/")[0].rpartition("@")[2]
     example = "folder; write file:///FOLDER" if scheme == "file" else f"bucket; write {scheme}://BUCKET/FOLDER"
     return None if place.strip("/") else f"names no {example}"
@@ -57,7 +57,7 @@ def filesystem(address: str) -> tuple[Any, str, str]:
     if problem := refusal(address) or bucket_problem(address):
         raise PermissionError(problem)
     scheme, _, rest = address.partition("://")
-    if scheme in _ARROW_PROTOCOLS:  # not `urlsplit`, for which a # in a name would end it
+    if address.startswith(OBJECT_STORES):  # not `urlsplit`, for which a # in a name would end it
         place, _, query = rest.partition("?")
         netloc, slash, path = place.partition("/")
         return _arrow(scheme, netloc, query), f"{netloc.rpartition('@')[2]}{slash}{path}", query
@@ -77,7 +77,7 @@ def is_object_store(files: Any) -> bool:
 def address_of(files: Any, name: str, address: str, query: str) -> str:
     """The address of a file of this file system, found under `address`."""
     scheme, _, rest = address.partition("://")
-    if scheme in _ARROW_PROTOCOLS:
+    if address.startswith(OBJECT_STORES):
         user, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")
         return f"{scheme}://{user}{at}{name}{query and '?'}{query}"
     return str(files.unstrip_protocol(name))

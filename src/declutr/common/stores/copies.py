@@ -65,10 +65,11 @@ def _is_copy(remote: Folder, local: Path, available: Mapping[str, FileRecord | N
 
 def _tree(remote: Folder) -> dict[str, FileRecord | None]:
     """All files below an address with the records of their lists; None for files in no list."""
-    listing = remote.listing()
-    if listing is not None:
+    if (listing := remote.listing()) is not None:
         return dict(listing)
     files, kinds = dict[str, FileRecord | None](), remote.kinds()
+    if kinds == {"": "file"}:
+        raise RemoteError(f"{remote.url} is a file; name its folder")
     refuse_names(kinds, remote.url)
     if special := {name: kind for name, kind in kinds.items() if kind not in ("file", "directory")}:
         raise AlteredError(f"{remote.url}: these entries are neither files nor folders: {special}")

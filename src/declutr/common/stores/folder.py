@@ -263,42 +263,15 @@ class Folder:
         return files
 
     def _act(self, name: str, action: Callable[[Any, str], Answer]) -> Answer:
-        """Runs an action on the file system of the address and the path of a file in it; "" stands for the folder.
-
-        It is retried while the store does not answer; the start and the end of an outage are logged.
-        """
+        """Runs an action, `retried`, on the file system and the path of a file in it; "" stands for the folder."""
         url = self.at(name)
         if problem := bucket_problem(self.url):  # `url` of a folder without a name could be a local path
             raise RemoteError(f"{redact(self.url)}: {problem}")
+        files, place, _ = retried(redact(url), 0.0, lambda: filesystem(url))
         try:
-            with network_errors():
-                files, place, _ = filesystem(url)
-        except OSError as error:
-            raise RemoteError(f"{redact(url)}: {explained(error)}") from error
-        began, wait, logged = time.monotonic(), _FIRST_WAIT_SECONDS, False
-        while True:
-            try:
-                with network_errors():
-                    answer = action(files, place)
-                break
-            except FileNotFoundError as error:
-                raise AlteredError(f"{url}: {error}") from error
-            except RemoteError:  # already classified
-                raise
-            except OSError as error:
-                cause, away = explained(error), time.monotonic() - began
-                if isinstance(error, PermissionError) or _FINAL.search(str(error)):
-                    raise RemoteError(f"{url} refuses: {cause}") from error
-                if away + wait > self.retry_seconds:
-                    raise RemoteError(f"{url} has not answered for {away:.0f} s, the last error: {cause}") from error
-                if not logged:
-                    get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, self.retry_seconds)
-                logged = True
-                time.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
-        if logged:
-            get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
-        return answer
+            return retried(url, self.retry_seconds, lambda: action(files, place))
+        except FileNotFoundError as error:
+            raise AlteredError(f"{url}: {error}") from error
 
     def _ask(self, name: str, action: Callable[[Any, str], Answer]) -> Answer | None:
         """Runs an action like `_act`, without earlier listings; None if the file or folder does not exist."""
@@ -311,6 +284,33 @@ class Folder:
                 return None
 
         return self._act(name, look)
+
+
+def retried(url: str, seconds: float, action: Callable[[], Answer]) -> Answer:
+    """The result of an action on `url`, retried for so long while the store does not answer, with an outage logged."""
+    began, wait, logged = time.monotonic(), _FIRST_WAIT_SECONDS, False
+    while True:
+        try:
+            with network_errors():
+                answer = action()
+            break
+        except (FileNotFoundError, RemoteError):  # an answer; already classified
+            raise
+        except OSError as error:
+            cause, away = explained(error), time.monotonic() - began
+            if isinstance(error, PermissionError) or _FINAL.search(str(error)):
+                raise RemoteError(f"{url} refuses: {cause}") from error
+            if away + wait > seconds:
+                since = f" has not answered for {away:.0f} s, the last error" if seconds else ""
+                raise RemoteError(f"{url}{since}: {cause}") from error
+            if not logged:
+                get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, seconds)
+            logged = True
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+    if logged:
+        get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
+    return answer
 
 
 @contextlib.contextmanager
