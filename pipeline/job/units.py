@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.errors import missing_extra
 from declutr.common.storage import hash_file, hash_json, record_of, write_text
-from declutr.common.stores.folder import RETRY_SECONDS, retried
+from declutr.common.stores.address import RETRY_SECONDS, retried
 from declutr.pipeline.config import PipelineConfig, config_hash
 from declutr.pipeline.media.media_rows import blob_rules, document_texts, media_rows
 from declutr.pipeline.readers.corpus import (
@@ -154,6 +154,8 @@ class UnitReader(Iterator[Record]):
 
 def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent, documents: bool) -> Rules:
     """Rules for reading the files of a corpus with this content."""
+    if content.kind == "documents":
+        return rules_of(corpus, documents=documents)
     max_file_bytes = MAX_FILE_BYTES if content.kind == "pairs" else None
     return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content), documents)
 

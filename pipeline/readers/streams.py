@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from declutr.common.errors import RemoteError, redact
-from declutr.common.stores.address import OBJECT_STORES, filesystem, is_remote
-from declutr.common.stores.folder import retried
+from declutr.common.stores.address import OBJECT_STORES, filesystem, is_remote, retried
 from declutr.pipeline.readers.corpus import END, ReadFailure, Rules, failed, unreadable
 
 CHUNK_BYTES = 1 << 20

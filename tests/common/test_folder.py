@@ -13,9 +13,9 @@ from s3server import faulty_store
 
 from declutr.common.errors import RemoteError
 from declutr.common.storage import LISTING
-from declutr.common.stores.address import explained
+from declutr.common.stores.address import RETRY_SECONDS, explained
 from declutr.common.stores.copies import fetch_all
-from declutr.common.stores.folder import RETRY_SECONDS, Folder
+from declutr.common.stores.folder import Folder
 
 HASTE, ONCE = 0.3, 0.0
 SMALL = bytes(range(256))
@@ -173,7 +173,7 @@ def test_a_bucket_that_is_not_there_is_told_at_once(server, folder):
 
 def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log, monkeypatch):
     """A place whose folder is a file at first, so that everything in it fails."""
-    monkeypatch.setattr("declutr.common.stores.folder._FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("declutr.common.stores.address._FIRST_WAIT_SECONDS", 0.05)
     gate = tmp_path / "gate"
     gate.write_text("in the way")
     with pytest.raises(RemoteError, match=all_of("answered", "0 s")):

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.storage import LISTING
-from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import RETRY_SECONDS, Folder
+from declutr.common.stores.address import RETRY_SECONDS, is_remote
+from declutr.common.stores.folder import Folder
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState

@@ -1,20 +1,30 @@
-"""Addresses of files and folders in object stores and on other hosts, their file systems, and errors of these."""
+"""Addresses of files in object stores and on other hosts, their file systems, errors of these, and retries."""
 
 import hashlib
 import posixpath
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
+from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
-from declutr.common.errors import redact, refusal
+from declutr.common.errors import RemoteError, redact, refusal
 
 OBJECT_STORES = ("s3://", "gs://", "gcs://")
+RETRY_SECONDS = 600.0  # time for which a store that does not answer is asked again
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0  # between two attempts; each wait is twice as long
+# Errors that a retry does not change, as Arrow words them.
+_FINAL = re.compile(
+    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken"
+    r"|\(HTTP status 400\) during Head|To create buckets,"
+)
 _GOOGLE_RETRY_SECONDS = 15  # then our own retries go on, with a message
 _AWS = re.compile(r"AWS Error (?P<code>.+?) during (?P<operation>\w+) operation: (?P<cause>.*)", re.DOTALL)
 _SHOWN_CHARACTERS = 300
+Answer = TypeVar("Answer")
 # A store's error, and the remedy; the first that matches.
 _REMEDIES = {
     "ExpiredToken": "The credentials have expired: renew them and run the same command again",
@@ -159,3 +169,30 @@ def explained(error: OSError) -> str:
         text = f"{match['operation']}: {match['code']}" + (f" ({cause})" if cause != "No response body" else "")
     remedy = next((remedy for code, remedy in _REMEDIES.items() if re.search(code, str(error))), "")
     return shorten(text, _SHOWN_CHARACTERS) + (f". {remedy}" if remedy else "")
+
+
+def retried(url: str, seconds: float, action: Callable[[], Answer]) -> Answer:
+    """The result of an action on `url`, retried for so long while the store does not answer, with an outage logged."""
+    began, wait, logged = time.monotonic(), _FIRST_WAIT_SECONDS, False
+    while True:
+        try:
+            with network_errors():
+                answer = action()
+            break
+        except (FileNotFoundError, RemoteError):  # an answer; already classified
+            raise
+        except OSError as error:
+            cause, away = explained(error), time.monotonic() - began
+            if isinstance(error, PermissionError) or _FINAL.search(str(error)):
+                raise RemoteError(f"{url} refuses: {cause}") from error
+            if away + wait > seconds:
+                since = f" has not answered for {away:.0f} s, the last error" if seconds else ""
+                raise RemoteError(f"{url}{since}: {cause}") from error
+            if not logged:
+                get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, seconds)
+            logged = True
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+    if logged:
+        get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
+    return answer

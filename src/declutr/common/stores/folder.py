@@ -11,19 +11,16 @@ import fcntl
 import hashlib
 import io
 import posixpath
-import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError, redact
 from declutr.common.storage import (
     LISTING,
@@ -39,27 +36,19 @@ from declutr.common.storage import (
     refuse_names,
 )
 from declutr.common.stores.address import (
+    RETRY_SECONDS,
+    Answer,
     bucket_problem,
     child,
-    explained,
     files_below,
     filesystem,
     is_object_store,
-    network_errors,
+    retried,
     short_name,
 )
 
 _CHUNK_BYTES = 8 * 2**20
-RETRY_SECONDS = 600.0  # time for which a store that does not answer is asked again
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0  # between two attempts; each wait is twice as long
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
-# Errors that a retry does not change, as Arrow words them.
-_FINAL = re.compile(
-    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken"
-    r"|\(HTTP status 400\) during Head|To create buckets,"
-)
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -284,33 +273,6 @@ class Folder:
                 return None
 
         return self._act(name, look)
-
-
-def retried(url: str, seconds: float, action: Callable[[], Answer]) -> Answer:
-    """The result of an action on `url`, retried for so long while the store does not answer, with an outage logged."""
-    began, wait, logged = time.monotonic(), _FIRST_WAIT_SECONDS, False
-    while True:
-        try:
-            with network_errors():
-                answer = action()
-            break
-        except (FileNotFoundError, RemoteError):  # an answer; already classified
-            raise
-        except OSError as error:
-            cause, away = explained(error), time.monotonic() - began
-            if isinstance(error, PermissionError) or _FINAL.search(str(error)):
-                raise RemoteError(f"{url} refuses: {cause}") from error
-            if away + wait > seconds:
-                since = f" has not answered for {away:.0f} s, the last error" if seconds else ""
-                raise RemoteError(f"{url}{since}: {cause}") from error
-            if not logged:
-                get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, seconds)
-            logged = True
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
-    if logged:
-        get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
-    return answer
 
 
 @contextlib.contextmanager
