@@ -211,10 +211,7 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run the tokenizing engine alone on this process's share of the texts, which are in memory.
-
-    It is tiktoken with GPT-2's pattern in typical use, where ours is a tiktoken that chooses its pattern by the text.
-    """
+    """Run the engine alone on this process's share of the texts in memory; for ours, tiktoken with GPT-2's pattern."""
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
     engine: EngineName = settings["engine"]

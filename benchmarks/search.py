@@ -104,8 +104,7 @@ def _ranks(scores: F32, owners: NDArray[np.int64], right: NDArray[np.int64]) -> 
     """`(queries,)` ranks of the right pages, from 1; a tie is lost."""
     best = np.maximum.reduceat(scores, np.flatnonzero(np.diff(owners, prepend=-1)), axis=1)
     own = best[np.arange(len(right)), right]
-    ranks: NDArray[np.int64] = (best >= own[:, None]).sum(axis=1)
-    return ranks
+    return (best >= own[:, None]).sum(axis=1)
 
 
 if __name__ == "__main__":

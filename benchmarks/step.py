@@ -106,8 +106,7 @@ def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
     )
 
     def of(batch: PaddedBatch) -> Tensor:
-        value: Tensor = loss([_inputs(spans) for spans in batch], torch.empty(0, device=model.device))
-        return value
+        return loss([_inputs(spans) for spans in batch], torch.empty(0, device=model.device))
 
     return of
 

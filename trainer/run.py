@@ -183,10 +183,7 @@ def _copy(address: str, cache: str) -> Path:
 
 
 def _scored(config: TrainConfig, unreadable: dict[str, str]) -> tuple[Manifest | None, dict[str, str]]:
-    """The manifest of `validation.data`, and the hashes of what `validation` names, by setting; adds to `unreadable`.
-
-    Nothing is read if no validation takes place.
-    """
+    """Manifest of `validation.data`, hashes of what `validation` names, if one takes place; adds to `unreadable`."""
     validation, contents, manifest = config.validation, dict[str, str](), None
     if validation.data is not None and validation.every_steps:
         try:

@@ -30,11 +30,9 @@ def can_pack_linear(dtype: torch.dtype) -> bool:
 
 def pack_linear(weight: Tensor, rows: int) -> Tensor:
     """A weight `(out, in)` in the layout that oneDNN prefers for inputs of about this many rows."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 def packed_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """`inputs @ weight.T + bias` with a weight of `pack_linear`."""
-    outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
-    return outputs
+    return torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")

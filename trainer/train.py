@@ -70,10 +70,7 @@ if TYPE_CHECKING:  # loads Ray, which no refused run waits for
 
 
 def _start_ray_aside(config: TrainConfig) -> threading.Event | None:
-    """Starts Ray during loading and checks; the event comes when Ray has started or failed to.
-
-    None if the run is finished, or the caller has a session.
-    """
+    """Starts Ray meanwhile; the event: it has started or failed. None if the run is finished, or there is a session."""
     session = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if session or (not is_remote(config.run) and (expand(config.run) / SUMMARY).is_file()):
         return None

@@ -158,10 +158,7 @@ _FROM_CONFIG = {
 
 
 def write_corpus(path: Path, steps: int, seed: int) -> None:
-    """Write JSON lines of random words, enough for one epoch of this many steps and a few held-out documents.
-
-    A document uses few words, so that its spans resemble each other.
-    """
+    """Write JSON lines of random words, few a document so that its spans are alike: an epoch, and held-out ones."""
     rng = np.random.default_rng(seeding.torch_seed(seed, "chaos corpus"))
     letters = np.array(list("abcdefghijklmnop"))
     words = ["".join(rng.choice(letters, rng.integers(2, 7))) for _ in range(300)]

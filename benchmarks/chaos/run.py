@@ -253,8 +253,7 @@ class Run:
             ranks = {self._rank(worker): worker for worker in self.census.titled("RayTrainWorker")}
             return [ranks[rank] for rank in sorted(ranks)] if ranks and min(ranks) == 0 else []
 
-        workers: list[psutil.Process] = self.wait_for("the workers", ranked_workers, every_seconds=0.5)
-        return workers
+        return self.wait_for("the workers", ranked_workers, every_seconds=0.5)
 
     def _rank(self, worker: psutil.Process) -> int:
         """Rank of a worker; -1 before it has one."""

@@ -30,10 +30,7 @@ _CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 def steps(
     options: argparse.Namespace, rate: float, deterministic: bool, middle: Path, cold: bool = False
 ) -> tuple[str, float]:
-    """Take steps from the weights of the seed in this process; the hash of all parameters, and a step's seconds.
-
-    The state in the middle is written to `middle`; if it is there, the steps begin with it.
-    """
+    """Take steps from the seed's weights, or from `middle`, else written there; the parameters' hash, step seconds."""
     if cold:
         os.environ.update({name: str(middle.with_name(name)) for name in _CACHES})
     if deterministic:

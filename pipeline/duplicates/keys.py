@@ -150,8 +150,7 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
 
 def _flat(batch: pa.RecordBatch, name: str) -> NDArray[Any]:
     """The values of a column of one row, without a copy."""
-    values: NDArray[Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
-    return values
+    return batch.column(name).values.to_numpy(zero_copy_only=True)
 
 
 @dataclass(frozen=True)

@@ -284,10 +284,7 @@ class Duplicate:
 def write_duplicates(
     path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
 ) -> None:
-    """Writes the table, whole or not at all.
-
-    Its metadata have `stamp`, a hash of keys and settings, and the labels whose rows are kept, if not all are.
-    """
+    """Writes the whole table; its metadata: `stamp` (hash of keys and settings), and kept labels, if not all are."""
     units = pa.array(documents.units, pa.string())
     kinds = pa.array(KINDS, pa.string())
     ids = np.ascontiguousarray(documents.column("ids", decisions.kept))
@@ -320,10 +317,7 @@ def _coded(places: I64, names: pa.Array) -> pa.DictionaryArray:
 
 
 def removed(folder: Path, unit: str) -> tuple[dict[int, Duplicate], frozenset[str] | None]:
-    """The documents to drop from a unit, by ordinal, and the labels whose rows are kept (None: all).
-
-    Reads only the unit's rows.
-    """
+    """From its rows alone: what a unit drops, by ordinal, and the labels whose rows are kept (None: all)."""
     batch = pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
     labels_json = (batch.schema.metadata or {}).get(LABELS)
     labels = None if labels_json is None else frozenset(json.loads(labels_json))

@@ -148,8 +148,7 @@ def keys_of(hashes: U64, length: int) -> U64:
 
 def _column(table: pa.Table, name: str) -> NDArray[np.uint64]:
     """A column as an array, without a copy of the mapped file."""
-    column: NDArray[np.uint64] = table.column(name).combine_chunks().to_numpy(zero_copy_only=False)
-    return column
+    return table.column(name).combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def contamination_problems(config: Contamination) -> list[str]:

@@ -130,14 +130,12 @@ def _code_points(piece: str, fold: bool) -> Codes:
     if not fold:
         return np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32)
     codes = np.frombuffer(piece.lower().encode("utf-32-le", "surrogatepass"), np.uint32)
-    kept: NDArray[np.uint32] = codes[_classes(codes) != _MARK]
-    return kept
+    return codes[_classes(codes) != _MARK]
 
 
 def _classes(codes: Codes) -> NDArray[np.uint8]:
     """Classes of characters (whitespace, letter, mark or none), `(n,)`."""
-    classes: NDArray[np.uint8] = _tables()[1][codes if codes.itemsize == 1 else np.minimum(codes, _CLASSES - 1)]
-    return classes
+    return _tables()[1][codes if codes.itemsize == 1 else np.minimum(codes, _CLASSES - 1)]
 
 
 def _hash_piece(codes: Codes) -> tuple[U64, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
@@ -161,5 +159,4 @@ def _with_letter(starts: NDArray[np.int64], classes: NDArray[np.uint8]) -> NDArr
     """A mask of words with a letter, `(n,)`; `reduceat` adds the whitespace after a word, which has none."""
     if not len(starts):
         return np.empty(0, np.bool_)
-    mask: NDArray[np.bool_] = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0
-    return mask
+    return (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0

@@ -113,10 +113,7 @@ def _sweep(store: OutputStore) -> None:
 
 
 class StoredOutput(Output):
-    """An output in an object store. `folder` is temporary: a command starts from what the store has.
-
-    Every method raises RemoteError if the store refuses, or did not answer in time.
-    """
+    """An output in a store, from what it has in a temporary `folder`; RemoteError if it refuses, or does not answer."""
 
     def __init__(self, store: OutputStore, folder: Path, duplicates: DuplicatesConfig, session: SessionConfig) -> None:
         if session == SessionConfig() and "RAY_ADDRESS" not in os.environ:

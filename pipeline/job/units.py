@@ -338,10 +338,7 @@ def matching_sidecar(unit: Unit, folder: Path, settings_hash: str) -> Sidecar | 
 
 
 def finished_sidecar(unit: Unit, folder: Path, settings_hash: str) -> Sidecar | None:
-    """The sidecar of a finished unit: same input, same settings, all files whole; else None.
-
-    Files that are newer than the sidecar are read; others are whole if they have their size.
-    """
+    """A finished unit's sidecar: same input and settings, files whole by size, newer ones by reading; else None."""
     sidecar = matching_sidecar(unit, folder, settings_hash)
     if sidecar is None:
         return None

@@ -166,8 +166,7 @@ def _resampled(samples: NDArray[np.float64], rate: int, sample_rate: int) -> NDA
     common = math.gcd(rate, sample_rate)
     if max(rate, sample_rate) // common > MAX_TERM:  # the filter has 20 times as many taps
         raise UndecodableError("unsupported", f"{rate} Hz has no simple ratio to content.sample_rate = {sample_rate}")
-    resampled: NDArray[np.float64] = resample_poly(samples, sample_rate // common, rate // common)
-    return resampled
+    return resample_poly(samples, sample_rate // common, rate // common)
 
 
 @lru_cache(maxsize=4)

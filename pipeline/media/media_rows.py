@@ -109,10 +109,7 @@ def blob_rules(content: AnyContent) -> BlobRules | None:
 
 
 def media_rows(records: Records, content: MediaContent, limits: Limits = LIMITS) -> Records:
-    """A row, a failure or a left-out record for each image or clip; other records stay.
-
-    A batch is decoded in another process while the rows of the batch before are used.
-    """
+    """A row, failure or left-out record for each image or clip; a batch is decoded while rows before it are used."""
     with ThreadPoolExecutor(1) as waiter:
         sent, decoding = list[Record](), waiter.submit(list[Answer])  # before the first batch there are no answers
         pieces = batches(

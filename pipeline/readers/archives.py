@@ -125,10 +125,7 @@ def _title(header: bytes, extended: _ExtendedFields) -> tuple[str, str]:
 
 
 def find_members(stream: ByteStream, key: Callable[[str], str] | None = None) -> tuple["array[int]", int | None]:
-    """Positions of the headers of all members and of the end; the end of a broken archive is None.
-
-    With `key`, only the first of consecutive members with the same key of their names is listed.
-    """
+    """Positions of all headers and of the end, None if broken; with `key`, only the first of a run with one key."""
     starts, ends = array("q"), [0]  # 8 bytes a member; a list needs 40
     before: str | None = None
     try:

@@ -54,10 +54,7 @@ def nul_bytes(source: str, offset: int) -> ReadFailure:
 
 
 def cut(window: bytes | bytearray, max_bytes: int) -> int:
-    """Length of the first piece of bytes longer than `max_bytes`, in (0, max_bytes].
-
-    The cut is after the last whitespace, or between two characters if there is none.
-    """
+    """Length of the first piece of longer bytes, in (0, max_bytes]: to the last whitespace, else between characters."""
     last_space = max(window.rfind(space, 0, max_bytes) for space in _SPACES)
     return last_space + 1 if last_space >= 0 else character_start(window, max_bytes)
 
@@ -261,10 +258,7 @@ def _joined(values: Sequence[str | None], names: Names) -> str:
 
 @lru_cache
 def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
-    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored.
-
-    An absent key is an error without a `default`.
-    """
+    """A decoder of JSON objects to the values of `names`; absent ones are `default` or an error; others are checked."""
     fields = [f"value{number}" for number in range(len(names))]
     values: list[Any] = [(name, kind, *default) for name in fields]
     struct = msgspec.defstruct("Line", values, rename=dict(zip(fields, names, strict=True)))
@@ -272,10 +266,7 @@ def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
 
 
 def _explained(line: bytes, source: str, offset: int, names: Names, numbers: bool) -> Record:
-    """The record of a line that msgspec refused, read with Python's json, which allows NaN and explains errors.
-
-    A blank line is an empty document, so that totals close.
-    """
+    """A line that msgspec refused, read by Python's json, which allows NaN, explains errors; a blank one is empty."""
     record, value = explained_object(line, source, offset, names[0])
     if value is None:
         return record

@@ -1,7 +1,4 @@
-"""Checks of a shard's columns and rows: offsets, windows, texts, ids.
-
-A shard may come from someone else, and Arrow reads wherever a file's offsets point.
-"""
+"""Checks of a shard, which may come from others: offsets, as Arrow reads wherever they point, windows, texts, ids."""
 
 import numpy as np
 import pyarrow as pa

@@ -120,8 +120,7 @@ class Manifest(Strict):
     @property
     def short_documents(self) -> ShortDocuments:
         """Treatment of documents too short for `geometry`."""
-        setting: ShortDocuments = self.config.get("short_documents", "drop")
-        return setting
+        return self.config.get("short_documents", "drop")
 
     @property
     def content(self) -> AnyContent:

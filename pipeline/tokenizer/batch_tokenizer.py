@@ -37,8 +37,7 @@ _WORDS_CUT = re.compile(r"(?<=[^\W_]) (?=[^\W_])")  # a single space between let
 
 def parse(backend: Tokenizer) -> dict[str, Any]:
     """A tokenizer's settings, vocabulary and merges as JSON values."""
-    parsed: dict[str, Any] = json.loads(backend.to_str())
-    return parsed
+    return json.loads(backend.to_str())
 
 
 class BatchTokenizer:

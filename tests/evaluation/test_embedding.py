@@ -87,6 +87,42 @@ def test_rows_follow_the_inputs_as_they_are_named_and_only_a_glob_is_sorted(tmp_
         assert [text.text for text in SearchIndex(tmp_path / f"{output}-index").texts(range(6))] == texts
 
 
+@pytest.mark.parametrize("unit_mib", [None, 0.004])
+def test_only_what_changed_is_embedded_again(model, tmp_path, caplog, unit_mib):
+    caplog.set_level("INFO", "declutr")
+    folder, output, fresh = tmp_path / "in", tmp_path / "o.parquet", tmp_path / "fresh.parquet"
+    folder.mkdir()
+
+    def write(name, *texts):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+
+    def embedded(path, inputs):
+        caplog.clear()
+        return declutr.embed(model, inputs, path, passages=True, skip_bad=True, unit_mib=unit_mib)
+
+    for name in "bcdefg":
+        write(name, *(f"{name} {LINES[number]} " * number for number in range(4)))
+    (folder / "f.jsonl").write_bytes((folder / "f.jsonl").read_bytes() + b'{"text": 1}\n')
+    embedded(output, folder)
+    write("a", "first, and new")
+    write("d", *LINES[:5])
+    (folder / "c.jsonl").unlink()
+    note = embedded(output, folder)
+    says(caplog.messages, "reusing the embeddings of 4 of 6 pieces of the inputs")
+    whole = embedded(fresh, folder)
+    assert note.model_dump(exclude={"config", "num_bytes"}) == whole.model_dump(exclude={"config", "num_bytes"})
+    tables = [pq.read_table(path) for path in (output, fresh)]
+    assert tables[0].drop(["embedding"]) == tables[1].drop(["embedding"])
+    np.testing.assert_allclose(vectors(output), vectors(fresh), atol=1e-6)
+    build_index(output, tmp_path / "index")
+    entries = [folder / f"{name}.jsonl" for name in "gfbdea"]  # in another order, nothing is embedded
+    embedded(output, entries)
+    says(caplog.messages, "reusing the embeddings of 6 of 6 pieces of the inputs")
+    embedded(fresh, entries)
+    assert pq.read_table(output).drop(["embedding"]) != tables[0].drop(["embedding"])
+    np.testing.assert_allclose(vectors(output), vectors(fresh), atol=1e-6)
+
+
 def test_ids_are_texts_or_whole_numbers_and_a_lost_file_is_named(tmp_path, capsys):
     lines = '\ufeff{"text": "a", "id": 9007199254740993}\n{"text": "b", "id": 0, "x": NaN}\n'
     (tmp_path / "a.jsonl").write_text(lines + '{"text": "c", "id": "z"}\n{"text": "d", "id": 12}\n')
@@ -217,7 +253,7 @@ def test_a_full_disk_is_told_and_the_same_command_continues(command, tmp_path, s
     with small_volume(tmp_path / "disk", 16) as volume:
         output = volume.path / f"out.{suffix}"
         command.append(str(output))
-        for left in (0, 2**20):  # in the first unit, in a later one
+        for left in (0, 2**18):  # in the first unit, in a later one
             volume.fill(leave_bytes=left)
             assert main(command) == 1
             message = capsys.readouterr().err.splitlines()[-1]

@@ -45,8 +45,7 @@ class SpanBatch(PackedBatch):
     def chosen(self) -> list[int]:
         """S + 1 numbers: the selected tokens before each span, and all."""
         bounds = np.concatenate([[0], self.lengths.numpy().cumsum()])
-        counts: list[int] = np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
-        return counts
+        return np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """As `PackedBatch.moved`."""

@@ -164,8 +164,7 @@ class PackedBatch:
     @property
     def device(self) -> torch.device:
         """Device of the tokens."""
-        device: torch.device = getattr(self, self.by_token[0]).device
-        return device
+        return getattr(self, self.by_token[0]).device
 
     @property
     def longest(self) -> int:

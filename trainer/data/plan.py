@@ -80,8 +80,7 @@ def permute(
 
     def drawn(turn: int, keyed: seeding.U64) -> seeding.U64:
         words = seeding.blocks(seed, "order", keyed, epoch, np.full_like(keyed, turn))[:, 0]
-        masked: seeding.U64 = words.astype(np.uint64) & mask
-        return masked
+        return words.astype(np.uint64) & mask
 
     while len(pending):  # at most 4 times as many values as items, so few rounds
         left, right = values >> shift, values & mask

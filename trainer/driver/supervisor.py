@@ -194,8 +194,7 @@ class Supervisor:
             return lost
         cause = fit.exception()
         if cause is None:
-            outcome: dict[str, Any] | None = fit.result()
-            return outcome
+            return fit.result()
         if self.signals.received is not None:
             raise self._stopped(None)
         nodes = {heartbeat["node"] for heartbeat in reader.heartbeats}

@@ -1,7 +1,4 @@
-"""STS-B and SICK-R as scores of a validation: the correlation of cosines with people's judgements.
-
-Legend: N pairs, H embedding size.
-"""
+"""STS-B and SICK-R as scores of a validation: correlation of cosines and people's judgements. Legend: N pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

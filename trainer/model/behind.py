@@ -1,7 +1,4 @@
-"""Steps behind the pooling of a sentence encoder, as sentence-transformers computes, loads and stores them.
-
-Legend: S spans, D embedding size.
-"""
+"""Steps behind pooling, as sentence-transformers computes, loads, stores them. Legend: S spans, D embedding size."""
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence

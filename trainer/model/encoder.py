@@ -115,8 +115,7 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Last hidden states of the spans' tokens, `(T, H)`, in the batch's order."""
         if batch.num_tokens == 0:  # a rank without documents
-            empty: Tensor = next(self.model.parameters()).new_zeros(0, self.hidden_size)
-            return empty
+            return next(self.model.parameters()).new_zeros(0, self.hidden_size)
         if frontend is None:
             assert isinstance(batch, SpanBatch)
             return self._layers(batch, "input_ids", batch.input_ids)
@@ -182,8 +181,7 @@ class Encoder(nn.Module):
                 hidden.index_fill(0, first, 0), "sum", lengths=lengths, axis=0, unsafe=True
             )
             return sums / (lengths - 1).clamp_min(1)[:, None]
-        pooled: Tensor = torch.segment_reduce(hidden, pooling, lengths=lengths, axis=0, unsafe=True)
-        return pooled
+        return torch.segment_reduce(hidden, pooling, lengths=lengths, axis=0, unsafe=True)
 
     def embed(self, batch: AnyBatch, frontend: Frontend | None = None) -> Tensor:
         """Embeddings of spans or of a frontend's clips, `(S, output_size)`, as the exported encoder computes them."""
@@ -215,8 +213,7 @@ class Encoder(nn.Module):
         with self._forward_in(hidden.device):
             if keep or not torch.is_grad_enabled():
                 return self._loss(self.model, hidden, labels)
-            recomputed: Tensor = checkpoint(self._loss, self.model, hidden, labels, use_reentrant=False)
-            return recomputed
+            return checkpoint(self._loss, self.model, hidden, labels, use_reentrant=False)
 
     def _forward_in(self, device: torch.device) -> AbstractContextManager[None]:
         """The context of a forward on a device: compiled layers and losses are for training alone.
@@ -233,8 +230,7 @@ class Encoder(nn.Module):
                 self._compile_layers()
         if self.training or not self._compiled:
             return nullcontext()
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-        return stance
+        return torch.compiler.set_stance("force_eager")
 
     def _compile_layers(self) -> None:
         """Compiles the layers and the loss of the head once for all lengths."""
@@ -262,8 +258,7 @@ def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
     """The part of the model that maps `(K, H)` hidden states to `(K, vocabulary)` logits."""
     for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
         if hasattr(model, name):
-            head: Callable[[Tensor], Tensor] = getattr(model, name)
-            return head
+            return getattr(model, name)
     if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
         return lambda hidden: model.decoder(model.head(hidden))
     if hasattr(model, "generator_predictions"):  # ELECTRA

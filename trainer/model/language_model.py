@@ -206,10 +206,7 @@ def load_with_dropout_layers(config: EncoderConfig, hf: Any, seed: int) -> tuple
 
 
 def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", LoadReport]:
-    """Loads the masked language model in float32, and lists weights that it and its files do not share.
-
-    Weights missing in the files are drawn from the seed.
-    """
+    """Loads the model in float32, missing weights drawn from the seed; lists weights it and its files don't share."""
     from transformers import AutoModelForMaskedLM
 
     with silence(), torch.random.fork_rng(devices=[]):

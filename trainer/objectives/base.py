@@ -111,10 +111,7 @@ def unit_rows(embeddings: Tensor) -> Tensor:
 
 
 def tile_pairs(length: int, size: int, row_shard: RowShard | None) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the tiles on and above the diagonal of a symmetric table of `length` rows.
-
-    With a row shard: all columns for this worker's rows.
-    """
+    """Rows and columns of tiles on and above the diagonal of a symmetric table; of a shard: its rows, all columns."""
     parts = tiles_of(0, length, size)
     for number, first in enumerate(parts if row_shard is None else row_shard.tiles(length, size)):
         for second in parts[number:] if row_shard is None else parts:

@@ -110,8 +110,7 @@ def ahead(
 ) -> NDArray[np.float64]:
     """`(N,)` candidates before the answer of each query by score, the measure of every retrieval of this project."""
     own = answers[:, None]
-    before: NDArray[np.float64] = (scores > own).sum(axis=1) + tie * (scores == own).sum(axis=1)
-    return before
+    return (scores > own).sum(axis=1) + tie * (scores == own).sum(axis=1)
 
 
 def retrieval(

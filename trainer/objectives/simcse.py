@@ -43,8 +43,7 @@ def infonce(
         rows, unit_columns = unit_rows(queries), unit_rows(columns)
         settings = temperature, own_weight, tile_rows(rows.device), row_shard
         scores = _Scores(rows.detach(), unit_columns.detach(), *settings)
-        value: Tensor = _TiledInfoNCE.apply(rows, unit_columns, scores)  # type: ignore[no-untyped-call]
-        return value
+        return _TiledInfoNCE.apply(rows, unit_columns, scores)  # type: ignore[no-untyped-call]
 
 
 class _TiledInfoNCE(torch.autograd.Function):

@@ -91,8 +91,7 @@ def text_keys(texts: Texts, chosen: I64) -> I64:
     """`(S,)` int64 keys of texts, which depend on the row and on the place of the text in it."""
     within = (chosen - texts.first[texts.rows[chosen]]).astype(np.uint64)
     drawn = seeding.blocks(0, "text", texts.keys[texts.rows[chosen]], within, np.zeros_like(within))
-    keys: I64 = np.ascontiguousarray(drawn[:, :2]).view(np.int64).reshape(-1)
-    return keys
+    return np.ascontiguousarray(drawn[:, :2]).view(np.int64).reshape(-1)
 
 
 def premise_keys(texts: Texts) -> I64:
@@ -112,8 +111,7 @@ def draw_labelled(texts: Texts, label: int, seed: int, epochs: I64) -> I64:
     zero = np.zeros(len(counts), np.uint64)
     drawn = seeding.blocks(seed, f"label {label}", texts.keys, epochs.astype(np.uint64), zero)[:, 0]
     picked = (seeding.unit(drawn) * counts).astype(np.int64)  # of the row's texts with the label
-    chosen: I64 = having[np.cumsum(counts) - counts + picked]
-    return chosen
+    return having[np.cumsum(counts) - counts + picked]
 
 
 @dataclass(frozen=True)
@@ -227,8 +225,7 @@ class Scd(TextObjective[ScdConfig]):
 
     def _projected(self, views: Tensor) -> Tensor:
         """`(M, P)` projections with mean 0 and variance 1 over the global batch, from `(M, D)`."""
-        projected: Tensor = self.normalise(self.projector(views))
-        return projected
+        return self.normalise(self.projector(views))
 
 
 def contrast(

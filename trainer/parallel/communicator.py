@@ -70,8 +70,7 @@ class Communicator:
         """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably."""
         if self.size == 1:
             return rows
-        gathered: Tensor = _GatherRows.apply(rows, start, total)  # type: ignore[no-untyped-call]
-        return gathered
+        return _GatherRows.apply(rows, start, total)  # type: ignore[no-untyped-call]
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a tensor over ranks, without gradient."""
@@ -94,8 +93,7 @@ class Communicator:
 
     def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
         """The sums of all ranks' integers, one for each place."""
-        sums: list[int] = reduce_by_doubling(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
-        return sums
+        return reduce_by_doubling(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
 
     def all_reduce_or(self, requests: Request) -> Request:
         """The union of all ranks' requests, the same on every rank."""
@@ -216,8 +214,7 @@ def shard(
 
 def full_tensor(tensor: Any) -> Tensor:
     """The whole tensor on every worker; every worker must call this. An unsharded tensor is returned unchanged."""
-    kept: Tensor = tensor.full_tensor() if is_part(tensor) else tensor
-    return kept
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 def shard_like(value: Tensor, parameter: Any) -> Tensor:

@@ -68,10 +68,7 @@ class FixedPointReducer:
             self._ignored = False
 
     def finish(self) -> bool:
-        """Gives each parameter its gradient, summed over microbatches and workers; false if a term was refused.
-
-        Then all gradients are NaN, on every worker.
-        """
+        """Sets gradients, summed over microbatches and workers; false, and NaN everywhere, if a term was refused."""
         assert self._refused is not None
         self._active = False
         self.comm.all_reduce_sum_(self._refused)

@@ -101,10 +101,7 @@ class Watchdog:
     _progress: tuple[tuple[Any, ...], float] = ((), 0.0)
 
     def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> Hang | None:
-        """Reads the newest heartbeats of all ranks, also of earlier groups; returns the worker that hangs, or None.
-
-        `now` is in seconds of any steady clock.
-        """
+        """Reads all ranks' newest heartbeats, also of earlier groups; the one that hangs. `now`: of a steady clock."""
         for heartbeat in heartbeats:
             key = (heartbeat["group"], heartbeat["rank"])
             if key not in self._written or self._written[key][0] != heartbeat:

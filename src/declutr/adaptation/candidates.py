@@ -254,8 +254,7 @@ def whitening(sums: WithinSums) -> F64:
             "document: there is nothing to whiten; check that the documents are not empty or repeated text"
         )
     shrunk = (np.maximum(values, 0.0) / mean + SHRINKAGE) / (1 + SHRINKAGE)  # rounding makes zeros negative
-    matrix: F64 = (vectors * shrunk**-POWER) @ vectors.T
-    return matrix
+    return (vectors * shrunk**-POWER) @ vectors.T
 
 
 def passage_ids(

@@ -68,8 +68,7 @@ def all_documents(corpus: Corpus, data: Path, lengths: Lengths = LENGTHS) -> lis
 def _select(keys: NDArray[np.uint64], long: NDArray[np.bool_], max_documents: int) -> NDArray[np.int64]:
     """Places of at most `max_documents` documents in the order of their keys; long ones have precedence."""
     first = np.lexsort((keys, ~long))[:max_documents]  # lexsort's last key leads
-    ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
-    return ordered
+    return first[np.argsort(keys[first])]
 
 
 def _rows(data: Path, *splits: str) -> tuple[list[bytes], NDArray[np.uint64], NDArray[np.int64]]:
@@ -119,8 +118,7 @@ class Passages:
     def apart(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether at least 96 tokens are between two passages of a document; nearer ones share words."""
         gap = np.maximum(self.starts[second] - self.ends[first], self.starts[first] - self.ends[second])
-        far: NDArray[np.bool_] = gap >= APART
-        return far
+        return gap >= APART
 
     @cached_property
     def scorable(self) -> NDArray[np.bool_]:

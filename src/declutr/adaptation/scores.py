@@ -94,8 +94,7 @@ class TestSet:
         owners, rows = self.passages.owners, np.arange(len(scores))
         # the passage itself is near, too
         near = (owners[:, None] == owners) & ~self.passages.apart(rows[:, None], rows)
-        places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
-        return places
+        return np.where(near, -np.inf, scores).argmax(axis=1)
 
     def _cosines(self, encoder: TransformerEncoder, weight: float = 0.0) -> Cosines:
         """Cosines of an encoder, which embeds the texts once."""

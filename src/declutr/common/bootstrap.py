@@ -63,8 +63,7 @@ def item_errors(influence: F64) -> F64:
     `(N,)` first-order effect of each item on the score, up to a constant.
     """
     count = len(influence)
-    errors: F64 = 100 * (influence - influence.mean()) / np.sqrt(count * max(count - 1, 1))
-    return errors
+    return 100 * (influence - influence.mean()) / np.sqrt(count * max(count - 1, 1))
 
 
 def spearman_influence(values: F64) -> F64:

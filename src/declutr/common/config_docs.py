@@ -207,10 +207,7 @@ def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
 
 
 def number_problems(values: Any, model: type[BaseModel]) -> Iterator[str]:
-    """Problems of the numbers in a tree of settings, one line each, which starts with key and value.
-
-    Validation alone takes yes and no for 1 and 0, and any magnitude.
-    """
+    """Problems of numbers, lines that start with key and value: validation takes yes for 1, and any magnitude."""
     for path, value in _leaves(values):
         *parents, last = [part for part in path if not part.isdigit()] or [""]
         fields = [section.model_fields[last] for section in below((model,), parents) if last in section.model_fields]

@@ -90,5 +90,4 @@ def client_error() -> type[Exception]:
     """The error of the client that huggingface_hub is built on, whichever HTTP library that is."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    http_error: type[Exception] = HfHubHTTPError.__mro__[1]
-    return http_error
+    return HfHubHTTPError.__mro__[1]

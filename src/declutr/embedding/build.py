@@ -23,8 +23,9 @@ from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding import INDEX
 from declutr.embedding.index import NO_TEXT, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, check_weight
-from declutr.embedding.job import would_read, write_npy_header
+from declutr.embedding.job import would_read
 from declutr.embedding.note import Note, finite_vectors, read_note, unit_vectors
+from declutr.embedding.pieces import write_npy_header
 from declutr.embedding.postings import write_words
 from declutr.embedding.stored import PASSAGE_SCHEMA, SCHEMA, StoredTexts
 from declutr.embedding.units import (

@@ -118,8 +118,7 @@ class SearchIndex:
         states, ((tokens, read),) = encode_counted(in_role(encoder, "query"), [whole])
         if read < tokens:
             get_logger().warning("the query has %d tokens, of which the encoder reads %d", tokens, read)
-        vector: NDArray[np.float32] = shaped(states, shape)[0].astype(np.float32)
-        return vector
+        return shaped(states, shape)[0].astype(np.float32)
 
     def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:
         """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, the words of a query; best first."""
@@ -146,8 +145,7 @@ class SearchIndex:
 
     def by_document(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
         """`(documents,)` scores of their best rows."""
-        best: NDArray[np.float32] = np.maximum.reduceat(scores, self._firsts) if len(scores) else scores
-        return best
+        return np.maximum.reduceat(scores, self._firsts) if len(scores) else scores
 
     def parts(self, vector: NDArray[np.float32], query: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and lexical scores, each `(rows,)`, of a query's vector `(size,)` and its words; 0 without words."""

@@ -10,24 +10,20 @@ import glob
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import DTypeLike
+from typing import Any
 
 from declutr.common.config import load_config
 from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
-from declutr.common.storage import atomic_file, hash_json, write_text
+from declutr.common.storage import hash_json, write_text
 from declutr.embedding.note import Note, note_path, output_problem, parts_folder, read_note
 from declutr.embedding.passages import Cutter
+from declutr.embedding.pieces import Stored, earlier, group_pieces, joined_unit, stored_in, write_joined
 from declutr.embedding.units import (
     Coverage,
     EmbedConfig,
@@ -178,21 +174,23 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         return before
     if before and (changed := changes(before.config, config)):
         raise UsageError(f"--output {output}: was made with {changed}; name another file, or delete this one")
-    if before and before.config.inputs != config.inputs:
+    known = earlier(output) if before else {}
+    if before and before.config.inputs != config.inputs and known.keys().isdisjoint(identities):
         get_logger().warning("%s has embeddings of %s, which are replaced", output, excerpt(before.config.inputs))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, output):
-        sidecars = _run(config, units, identities, folder, encoder)
-        skipped = sum((Counter(sidecar.skipped) for sidecar in sidecars), Counter[str]())
+        pieces = _run(config, units, identities, folder, encoder, known)
+        write_joined(output, pieces, part_schema(encoder.size, config))
+        counts = [stored.piece for stored in pieces.values()]
         note = Note(
             config=config,
             fingerprint=encoder.fingerprint,
             precision=precision_of(encoder),
             size=config.shape.dimensions or encoder.size,
-            rows=_assemble(folder, sidecars, config, encoder.size),
-            skipped=dict(sorted(skipped.items())),
-            lost=sorted({path for sidecar in sidecars for path in sidecar.lost}),
-            **{name: sum(getattr(sidecar, name) for sidecar in sidecars) for name in Coverage.model_fields},
+            rows=sum(piece.written for piece in counts),
+            skipped=dict(sorted(sum((Counter(piece.skipped) for piece in counts), Counter[str]()).items())),
+            lost=sorted({path for piece in counts for path in piece.lost}),
+            **{name: sum(getattr(piece, name) for piece in counts) for name in Coverage.model_fields},
             job=hash_json(identities),
             num_bytes=output.stat().st_size,
         )
@@ -233,49 +231,23 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
         folder.rmdir()
 
 
-def _assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig, size: int) -> int:
-    """Write the output from the parts, in the order of the inputs; return its number of rows."""
-    schema = part_schema(size, config)
-    rows = sum(sidecar.written for sidecar in sidecars)
-    with atomic_file(config.output) as aside:
-        if config.output.suffix == ".npy":
-            kind = schema.field("embedding").type
-            with aside.open("wb") as stream:
-                write_npy_header(stream, (rows, kind.list_size), kind.value_type.to_pandas_dtype())
-                for batch in _batches(folder, sidecars):
-                    stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
-        else:
-            with pq.ParquetWriter(aside, schema) as writer:
-                for batch in _batches(folder, sidecars):
-                    writer.write_table(pa.Table.from_batches([batch]))
-        note_path(config.output).unlink(missing_ok=True)  # that of an earlier job would vouch for this output
-    return rows
-
-
-def write_npy_header(stream: BinaryIO, shape: tuple[int, int], dtype: DTypeLike) -> None:
-    """Start an .npy file whose rows follow one by one: one mapped for writing would end the process on a full disk."""
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(stream, header)
-
-
-def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.RecordBatch]:
-    """Record batches of all parts, with rows counted across units."""
-    first = 0
-    for sidecar in sidecars:
-        with pa.memory_map(str(folder / f"{sidecar.unit}.arrow")) as source:
-            reader = pa.ipc.open_file(source)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                rows = pa.array(batch.column("row").to_numpy() + first)
-                yield batch.set_column(0, batch.schema.field("row"), rows)
-        first += sidecar.read
-
-
 def _run(
-    config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
-) -> list[EmbeddingSidecar]:
-    """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
-    work = list(zip(units, identities, strict=True))
+    config: EmbedConfig,
+    pieces: list[Unit],
+    identities: list[str],
+    folder: Path,
+    encoder: SentenceEncoder,
+    known: Mapping[str, Stored],
+) -> dict[str, Stored]:
+    """The rows of every piece by its identity: those known, those of finished units, and those of the rest."""
+    new = [number for number, identity in enumerate(identities) if identity not in known]
+    if len(new) < len(pieces):
+        get_logger().info(
+            "reusing the embeddings of %d of %d pieces of the inputs", len(pieces) - len(new), len(pieces)
+        )
+    groups = [[new[n] for n in group] for group in group_pieces([pieces[number] for number in new], config.unit_mib)]
+    units = [joined_unit(f"{name:05d}", [pieces[n] for n in group]) for name, group in enumerate(groups)]
+    work = [(unit, hash_json([identities[n] for n in group])) for unit, group in zip(units, groups, strict=True)]
     existing = [finished(unit.name, identity, folder) for unit, identity in work]
     sidecars = {sidecar.unit: sidecar for sidecar in existing if sidecar}
     todo = [(unit, identity) for unit, identity in work if unit.name not in sidecars]
@@ -300,7 +272,11 @@ def _run(
         else:
             embedded = _embed_on_ray(config, todo, folder, encoder, report)
         sidecars |= {sidecar.unit: sidecar for sidecar in embedded}
-    return [sidecars[unit.name] for unit in units]
+    stored = dict(known)
+    for unit, group in zip(units, groups, strict=True):
+        counts = zip([identities[n] for n in group], sidecars[unit.name].pieces, strict=True)
+        stored |= stored_in(folder / f"{unit.name}.parquet", counts)
+    return {identity: stored[identity] for identity in identities}
 
 
 def _embed_on_ray(
@@ -343,7 +319,7 @@ def _embed_on_ray(
                 if row["problem"]:
                     raise UsageError(row["problem"])
                 sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
-                report(sidecar.written, sizes[sidecar.unit])
+                report(sum(piece.written for piece in sidecar.pieces), sizes[sidecar.unit])
                 todo = [(unit, identity) for unit, identity in todo if unit.name != sidecar.unit]
                 yield sidecar
         except (RayActorError, WorkerCrashedError) as error:

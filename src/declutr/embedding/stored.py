@@ -87,8 +87,7 @@ class StoredTexts:
         records = np.concatenate(columns)
         if (np.diff(records, prepend=0) < 0).any():
             raise wrong_file(self._path, "its records do not ascend from 0")
-        firsts: NDArray[np.int64] = np.flatnonzero(np.diff(records, prepend=-1))
-        return firsts
+        return np.flatnonzero(np.diff(records, prepend=-1))
 
     def _batch(self, number: int) -> pa.RecordBatch:
         """Batch with checked offsets and UTF-8 texts."""
@@ -130,8 +129,7 @@ class StoredVectors:
     def cosines(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """`(queries, rows)` cosines of queries `(queries, size)` of length 1."""
         if self._lengths is None:
-            whole: NDArray[np.float32] = queries @ self._vectors.T
-            return whole
+            return queries @ self._vectors.T
         products = np.empty((len(queries), len(self._vectors)), np.float32)
         for part in self._chunks:  # a whole copy in float32 would be larger than the index
             products[:, part] = queries @ self._vectors[part].astype(np.float32).T

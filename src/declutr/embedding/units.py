@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
@@ -68,12 +69,12 @@ class EmbedConfig(Strict):
     workers: int | None = Field(default=None, ge=0)
 
 
-_MAX_UNITS = 4096
+MAX_UNITS = 4096
 CHUNK_ROWS = 4096  # embeddings that are read at once
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
-    """Plan the units of the inputs, with the states of their files."""
+    """Plan the pieces of the inputs, each a unit of one part, with the states of their files."""
     problems = []
     if config.output.suffix not in (".npy", ".parquet"):
         problems.append(f"--output {config.output}: must end in .npy or .parquet")
@@ -91,7 +92,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
 
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
-    _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
+    _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=MAX_UNITS)
     if config.id_field and not unreadable and (unreadable := fit_units(corpus_of(config, config.id_field), 1)[2]):
         words |= {"corpus.text_field": "--id-field", ", or several to join": ""}
     problems += map(in_options, unreadable)
@@ -99,7 +100,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
         raise UsageError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
         get_logger().warning(in_options(line))
-    return with_file_states(units)
+    alone = [unit.model_copy(update={"parts": [part]}) for unit in units for part in unit.parts]
+    return with_file_states(alone)
 
 
 _ID_HINT = ". --id-field names a key or column of texts or whole numbers"
@@ -126,9 +128,14 @@ def check_records(config: EmbedConfig, units: list[Unit]) -> None:
                 raise _refusal(record, unit)
 
 
+def part_of(unit: Unit, source: str) -> int:
+    """Number of the first part with a source, a file of the unit or a member of one."""
+    return next(number for number, part in enumerate(unit.parts) if f"{source}!".startswith(f"{part.source}!"))
+
+
 def path_of(unit: Unit, source: str) -> str:
-    """Path or address of a source, a file of the unit or a member of one: another folder may have that name, too."""
-    part = next(part for part in unit.parts if f"{source}!".startswith(f"{part.source}!"))
+    """Path or address of a source: another folder may have that name, too."""
+    part = unit.parts[part_of(unit, source)]
     return part.path + source.removeprefix(part.source)
 
 
@@ -142,7 +149,7 @@ def _refusal(record: ReadFailure, unit: Unit) -> UsageError:
 
 
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: Precision) -> list[str]:
-    """SHA-256 for each unit of its input, the encoder with its precision, and the settings for its embeddings."""
+    """SHA-256 for each piece of its input, the encoder with its precision, and the settings for its embeddings."""
     # Fingerprint and units stand for what is left out, or it decides no number.
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
     if not config.passages:  # as files of earlier versions were identified
@@ -182,16 +189,22 @@ class Coverage(Strict):
         return f"{share:.1f}% of {self.tokens:,} tokens were read: {self.texts_cut:,} texts were cut"
 
 
-class EmbeddingSidecar(Coverage):
-    """Counts of a unit's records."""
+class Piece(Coverage):
+    """Counts of a piece's records."""
+
+    read: int = 0  # records read, including those that could not be parsed
+    written: int = 0
+    skipped: dict[str, int] = Field(default_factory=dict)  # records that could not be read, by reason
+    lost: list[str] = Field(default_factory=list)  # files of which a part, or all, could not be read
+
+
+class EmbeddingSidecar(Strict):
+    """Counts of a unit's pieces, in the order of its rows."""
 
     unit: str
     identity: str  # SHA-256 of the unit's input and the job's settings
-    read: int  # records read, including those that could not be parsed
-    written: int
     num_bytes: int  # size of the file of embeddings
-    skipped: dict[str, int]  # records that could not be read, by reason
-    lost: list[str]  # files of which a part, or all, could not be read
+    pieces: list[Piece]
 
 
 def corpus_of(config: EmbedConfig, field: str | list[str]) -> OrderedFiles:
@@ -213,6 +226,10 @@ def part_schema(size: int, config: EmbedConfig) -> pa.Schema:
     return pa.schema([*names, ("embedding", pa.list_(number, config.shape.dimensions or size))])
 
 
+_COUNTS = ("written", "texts_cut", "tokens", "tokens_read", "read", "texts_empty")
+_READ, _EMPTY = 4, 5
+
+
 def embed_unit(
     unit: Unit,
     folder: Path,
@@ -227,33 +244,36 @@ def embed_unit(
     """
     schema = part_schema(encoder.size, config)
     cutter = Cutter(encoder, config.headings) if config.passages else None
-    skipped, lost = Counter[str](), set[str]()
-    read = written = seen_bytes = empty = 0
-    counts = np.zeros(3, np.int64)
-    with atomic_file(folder / f"{unit.name}.arrow") as aside:
+    skipped, lost = [Counter[str]() for _ in unit.parts], [set[str]() for _ in unit.parts]
+    counts = np.zeros((len(unit.parts), len(_COUNTS)), np.int64)
+    seen_bytes = 0
+    with atomic_file(folder / f"{unit.name}.parquet") as aside:
         reader = UnitReader(unit, corpus_of(config, config.text_field))
-        with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with pq.ParquetWriter(aside, schema) as writer:
             for window in _windows(keyed(unit, reader, config)):
                 rows, ids, texts, places = list[int](), list[str](), list[str](), list[Passage]()
+                of_piece = list[int]()
                 for record, key in window:
+                    number = part_of(unit, record.source)
                     if isinstance(record, ReadFailure):
                         if not config.skip_bad:
                             raise _refusal(record, unit)
-                        skipped[record.reason] += 1
-                        lost |= {path_of(unit, record.source)} if record.reason == "unreadable" else set()
+                        skipped[number][record.reason] += 1
+                        lost[number] |= {path_of(unit, record.source)} if record.reason == "unreadable" else set()
                     else:
                         text = record.text.removesuffix("\r")  # of a line that ends in CR LF
-                        empty += not text.strip()
+                        counts[number, _EMPTY] += not text.strip()
                         passages = cutter.passages(text) if cutter else []
                         places += passages
                         texts += [passage.of(text) for passage in passages] if cutter else [text]
-                        rows += [read] * (len(texts) - len(rows))
+                        of_piece += [number] * (len(texts) - len(rows))
+                        rows += [int(counts[:, _READ].sum())] * (len(texts) - len(rows))
                         ids += [key or ""] * (len(texts) - len(ids))
-                    read += 1
-                written += len(rows)
+                    counts[number, _READ] += 1
                 if rows:
                     values, finite, tokens = embed_distinct(encoder, texts, config.shape)
-                    counts += [(tokens[:, 0] > tokens[:, 1]).sum(), *tokens.sum(axis=0)]
+                    cut = tokens[:, 0] > tokens[:, 1]
+                    np.add.at(counts[:, :_READ], of_piece, np.stack([np.ones_like(cut), cut, *tokens.T], axis=1))
                     if len(bad := np.flatnonzero(~finite)):
                         raise UsageError(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
@@ -274,13 +294,11 @@ def embed_unit(
     sidecar = EmbeddingSidecar(
         unit=unit.name,
         identity=identity,
-        read=read,
-        written=written,
-        **dict(zip(("texts_cut", "tokens", "tokens_read"), counts.tolist(), strict=True)),
-        texts_empty=empty,
-        num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
-        skipped=dict(sorted(skipped.items())),
-        lost=sorted(lost),
+        num_bytes=(folder / f"{unit.name}.parquet").stat().st_size,
+        pieces=[
+            Piece(**dict(zip(_COUNTS, row, strict=True)), skipped=dict(sorted(reasons.items())), lost=sorted(paths))
+            for row, reasons, paths in zip(counts.tolist(), skipped, lost, strict=True)
+        ],
     )
     write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")  # last: marks the part as whole
     return sidecar
@@ -292,7 +310,7 @@ def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
         sidecar = EmbeddingSidecar.model_validate_json((folder / f"{unit}.json").read_bytes())
     except (FileNotFoundError, ValidationError):  # not done yet, or by another version
         return None
-    path = folder / f"{unit}.arrow"
+    path = folder / f"{unit}.parquet"
     whole = path.is_file() and path.stat().st_size == sidecar.num_bytes
     return sidecar if whole and sidecar.identity == identity else None
 
@@ -300,10 +318,7 @@ def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
 def embed_distinct(
     encoder: SentenceEncoder, texts: list[str], shape: Shape
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.int64]]:
-    """Embeddings `(len(texts), dimensions)` as written, whether each is finite, and the tokens of `encode_counted`.
-
-    Equal texts are embedded once.
-    """
+    """Rows `(len(texts), dimensions)` as written, which are finite, and tokens; equal texts are embedded once."""
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
     embeddings, tokens = encode_counted(encoder, list(numbers))

@@ -57,10 +57,7 @@ class Recipe:
 
 
 def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
-    """Read the recipe of a folder, or of a name at the Hugging Face hub; None if it has no modules.json.
-
-    `pooling` overrides the declared pooling.
-    """
+    """Read the recipe of a folder or name at the hub; None without modules.json. `pooling` overrides that declared."""
     files = ModuleFiles(partial(file_of, name))
     try:
         modules = files.modules()
@@ -156,7 +153,7 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
     kinds = [declared] if not isinstance(declared, list) else declared
     for kind in get_args(Pooling):
         if kinds == [kind]:
-            return kind  # type: ignore[no-any-return]
+            return kind
     raise EncoderError(
         f"{name}: pooling {'+'.join(map(str, kinds))!r} is not one of {', '.join(get_args(Pooling))}; another pooling "
         "than that of its training gives other embeddings, so take another encoder"

@@ -113,8 +113,7 @@ def check_prompts(name: str, prompts: Mapping[str, str]) -> None:
 
 def unit_rows(rows: NDArray[Any]) -> NDArray[Any]:
     """Rows `(n, size)` scaled to length 1, in their own precision; a null row stays null."""
-    unit: NDArray[Any] = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    return unit
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 def vectors_fingerprint(encoder: SentenceEncoder) -> str:
@@ -126,8 +125,7 @@ def vectors_fingerprint(encoder: SentenceEncoder) -> str:
 
 def precision_of(encoder: SentenceEncoder) -> Precision:
     """Precision of the encoder's matrix products."""
-    precision: Precision = getattr(encoder, "precision", "fp32")  # hashed words and exports have none
-    return precision
+    return getattr(encoder, "precision", "fp32")  # hashed words and exports have none
 
 
 _FORMS = {"hashed-words": "hashed-words:SIZE", "untrained": "untrained:NAME"}

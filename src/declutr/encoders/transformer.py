@@ -231,7 +231,7 @@ class TransformerEncoder:
                 cast = self.precision == "bf16" and computing is self.encoder
                 with torch.autocast(device.type, torch.bfloat16, enabled=cast):
                     pooled = _embed(computing, batch.to(device), unpooled)
-                return self.after(pooled).float()  # type: ignore[no-any-return]
+                return self.after(pooled).float()
 
         embeddings = np.empty((len(rows), self.size), np.float32)
         if device.type == "cpu":
@@ -249,8 +249,7 @@ def _embed(encoder: Encoder, spans: SpanBatch, unpooled: int) -> torch.Tensor:
     if not unpooled:
         return encoder.embed(spans)
     hidden = encoder.hidden(spans)[spans.table.places >= unpooled]
-    embeddings: torch.Tensor = encoder.behind(encoder.pool(hidden, spans.table.lengths - unpooled))
-    return embeddings
+    return encoder.behind(encoder.pool(hidden, spans.table.lengths - unpooled))
 
 
 @lru_cache

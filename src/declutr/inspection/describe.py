@@ -58,10 +58,7 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
 
 
 def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
-    """A function that returns the text of tokens of these shards, special tokens included.
-
-    Without transformers, whose import takes longer than a look at shards.
-    """
+    """A function from tokens to text, with specials; without transformers, whose import outlasts a look at shards."""
     file = shards / TOKENIZER / _FILE
     if not file.is_file():  # a tokenizer that is only implemented in Python
         from transformers import AutoTokenizer

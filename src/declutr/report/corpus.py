@@ -263,10 +263,7 @@ def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
-    """Some rows of the training split, drawn by the corpus's seed, in corpus order; text decoded from the shards.
-
-    Images and clips have their label as text.
-    """
+    """Some training rows, drawn by the corpus's seed, in its order; decoded texts, for images and clips labels."""
     number = manifest.totals["kept_train"]
     if not number:
         return []

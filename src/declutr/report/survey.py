@@ -1,7 +1,4 @@
-"""Sums over a prepared corpus, read once in batches: its ledgers, and of short texts also its shards.
-
-Memory grows with the number of sources alone, up to a limit.
-"""
+"""Sums over a prepared corpus, read once in batches: ledgers, of short texts also shards; memory grows with sources."""
 
 import re
 from collections import Counter, defaultdict

@@ -159,10 +159,7 @@ def compare_labels(
     pairs: Sequence[tuple[str, str]] = (),
     items: Items | None = None,  # errors of the column's test items
 ) -> list[Difference]:
-    """Each label of each axis against the first label of its axis, or the axis' pairs, and then against the start.
-
-    Those without a common seed are left out.
-    """
+    """Labels against their axis' first label, or the axis' pairs, then the start; without common seeds left out."""
     differences = []
     starts, trained = {name for name in cells if not cells[name]}, {name: own for name, own in cells.items() if own}
     cell_of = {frozenset(own.items()): name for name, own in trained.items()}
@@ -206,8 +203,7 @@ def _item_errors(twins: Mapping[str, str | None], seeds: Iterable[int], items: I
     ]
     if not all(len(ours) == len(theirs) > 0 for ours, theirs in known):
         return np.empty(0)
-    mean: NDArray[np.float64] = np.mean([np.subtract(*pair) for pair in known], axis=0)  # the same items in all runs
-    return mean
+    return np.mean([np.subtract(*pair) for pair in known], axis=0)  # the same items in all runs
 
 
 def _compare(sides: tuple[str, str, str, str], gains: Sequence[float], errors: NDArray[np.float64]) -> Difference:

@@ -52,8 +52,7 @@ def ntxent(
         old = rows.new_empty(0, rows.shape[-1]) if queue is None else F.normalize(queue.to(rows.dtype), dim=-1)
         owners = None if documents is None else documents.repeat(2)
         scores = _Scores(rows.detach(), old.detach(), temperature, tile_rows(rows.device), row_shard, owners)
-        value: Tensor = _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
-        return value
+        return _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
 
 
 class _TiledNTXent(torch.autograd.Function):
@@ -159,8 +158,7 @@ def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Ten
 
     def loss_of(embeddings: Tensor) -> Tensor:
         labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)  # a class is a pair
-        value: Tensor = loss(embeddings, labels, None if miner is None else miner(embeddings, labels))
-        return value
+        return loss(embeddings, labels, None if miner is None else miner(embeddings, labels))
 
     return loss_of
 

@@ -75,10 +75,7 @@ class SpanValidator:
     sizes: tuple[int, ...] = ()  # smaller sizes of the embedding to score too
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """All held-out scores; None if embeddings are not finite.
-
-        `distant_share` is the share of documents whose distant spans are far enough apart.
-        """
+        """All scores, None if embeddings are not finite; `distant_share`: of documents with spans far enough apart."""
         *pairs, reached = self.embed(encoder)
         if not all(bool(table.isfinite().all()) for table in pairs):
             return None
@@ -117,8 +114,7 @@ class SpanValidator:
 
         workers = self.held_out.comm, device
         table = compute_together(encoder, len(self.rows), 4 * width + 1, rows_of, *workers, _CHUNK)
-        pairs_and_reached: tuple[Tensor, ...] = table.split([width] * 4 + [1], dim=1)
-        return pairs_and_reached
+        return table.split([width] * 4 + [1], dim=1)
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
         """Distant spans of these documents, and `(n,)` true where they are far enough apart."""

@@ -88,8 +88,7 @@ class ClipFetch:
     def _changes(self, draws: NDArray[np.float64]) -> list[bool]:
         """True if a view is mirrored, if it gets other colours, and if it becomes grey."""
         config = self.config
-        changed: list[bool] = (draws[:3] < (config.hflip, config.color_jitter_prob, config.grayscale_prob)).tolist()
-        return changed
+        return (draws[:3] < (config.hflip, config.color_jitter_prob, config.grayscale_prob)).tolist()
 
     def _box(self, size: tuple[int, int], draws: NDArray[np.float64]) -> tuple[int, int, int, int]:
         """Left, upper, right and lower edge of a crop; the whole image if none of the tries fits."""

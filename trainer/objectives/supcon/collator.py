@@ -76,10 +76,7 @@ class ClipCollator:
         return {row: [f"{share:.3f} of it mixed with {1 - share:.3f} of {other}"] for row, share, other in drawn}
 
     def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list[NDArray[np.float64]]:
-        """`(n, 4)` numbers in [0, 1) of each view: width and start of the masked frames and of the masked mel bands.
-
-        They are keyed by (seed, clip, epoch, view).
-        """
+        """`(n, 4)` draws in [0, 1) by (seed, clip, epoch, view): width, start of masked frames, of mel bands."""
         # AudioCSE feeds one masked spectrogram twice
         views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
         return [seeding.unit(seeding.words(self.seed, f"mask {view}", keys, epochs, 4)) for view in views]

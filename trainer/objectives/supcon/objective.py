@@ -49,8 +49,7 @@ def supcon(embeddings: Tensor, labels: Tensor, temperature: float, row_shard: Ro
     with torch.autocast(embeddings.device.type, enabled=False):
         rows = unit_rows(embeddings)
         size = tile_rows(rows.device)
-        value: Tensor = _TiledSupCon.apply(rows, labels, temperature, size, row_shard)  # type: ignore[no-untyped-call]
-        return value
+        return _TiledSupCon.apply(rows, labels, temperature, size, row_shard)  # type: ignore[no-untyped-call]
 
 
 class _TiledSupCon(torch.autograd.Function):

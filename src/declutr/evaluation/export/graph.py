@@ -57,8 +57,7 @@ class _Graph(nn.Module):
             if self.pooling == "mean_without_cls":
                 hidden, mask = hidden[:, 1:], mask[:, 1:]
             pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp_min(1)
-        embedding: Tensor = self.after(pooled)
-        return embedding
+        return self.after(pooled)
 
 
 def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:

@@ -329,5 +329,4 @@ def _components(vectors: NDArray[np.float64], max_components: int) -> NDArray[np
     directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :max_components]
     # an eigenvector may have either
     signs = np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
-    components: NDArray[np.float64] = centered @ (directions * signs)
-    return components
+    return centered @ (directions * signs)

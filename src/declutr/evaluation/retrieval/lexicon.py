@@ -26,8 +26,7 @@ def rarities(kind: LexicalKind, in_texts: F64, total: int) -> F64:
     """Weight of each word in n texts. bm25: ln(1 + (N - n + 0.5) / (n + 0.5)). idf: ln(1 + N / n)."""
     # 0 texts: a word of the query alone
     odds = (total - in_texts + 0.5) / (in_texts + 0.5) if kind == "bm25" else total / np.maximum(1, in_texts)
-    weights: F64 = np.log1p(odds)
-    return weights
+    return np.log1p(odds)
 
 
 def query_weights(kind: LexicalKind, occurrences: F64, in_texts: F64, total: int) -> F64:
@@ -40,8 +39,7 @@ def query_weights(kind: LexicalKind, occurrences: F64, in_texts: F64, total: int
     if kind == "bm25":
         return np.full(len(rarity), 1 / max(1e-12, float(rarity.sum()) * (_K1 + 1)))
     weights = (1 + np.log(occurrences)) * rarity
-    unit: F64 = weights / max(1e-12, float(np.linalg.norm(weights)))
-    return unit
+    return weights / max(1e-12, float(np.linalg.norm(weights)))
 
 
 class Lexicon:

@@ -47,8 +47,7 @@ class RetrievalTest:
         queries, texts = _alike(self.queries), number + (_alike(self.texts) if self.texts else np.arange(size - number))
         edges = coo_array((np.ones(len(pairs)), (queries[pairs[:, 0]], texts[pairs[:, 1]])), shape=(size, size))
         components = connected_components(edges, directed=False)[1][queries]
-        answers: NDArray[np.int64] = np.unique(components, return_inverse=True)[1]  # without those of texts alone
-        return answers
+        return np.unique(components, return_inverse=True)[1]  # without those of texts alone
 
     @property
     def num_answers(self) -> int:
@@ -62,10 +61,7 @@ class RetrievalTest:
         return RetrievalTest(queries, self.texts, relevant, [self.targets[place] for place in places])
 
     def places(self, which: Part, seed: int, train: bool = False) -> NDArray[np.int64]:
-        """Numbers of the queries of a half, or a third if some `train`, by a draw for each query's answers.
-
-        Answers are never in two parts.
-        """
+        """Numbers of queries of a half, or third if some `train`, by a draw for their answers, never in two parts."""
         smallest = dict[int, str]()
         for answer, target in zip(self.answers.tolist(), self.targets, strict=True):
             smallest[answer] = min(smallest.get(answer, target), target)
@@ -74,8 +70,7 @@ class RetrievalTest:
         keys = np.array([drawn_keys[answer] for answer in self.answers.tolist()], np.uint64)
         drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
         parts = ("development", "test", "train")[: 2 + train]
-        numbers: NDArray[np.int64] = np.flatnonzero((drawn * len(parts)).astype(np.int64) == parts.index(which))
-        return numbers
+        return np.flatnonzero((drawn * len(parts)).astype(np.int64) == parts.index(which))
 
 
 def _alike(texts: Sequence[str]) -> NDArray[np.int64]:

@@ -119,7 +119,7 @@ def published() -> Mapping[str, Mapping[str, Any]]:
     `rows` has the scored rows by split or subset, of the probing tasks a rounded number; `files` git's SHA-1 of every
     file by its path in the data folder, empty if unknown; `basis` the source of both.
     """
-    return read_json(Path(__file__).with_name("published.json"))["tasks"]  # type: ignore[no-any-return]
+    return read_json(Path(__file__).with_name("published.json"))["tasks"]
 
 
 @cache
@@ -199,7 +199,7 @@ class Fetched(NamedTuple):
 @cache
 def sources() -> dict[str, Any]:
     """The content of `sources.json`: `files` (address by path), `archive` (`url`), `gone` (reason by task)."""
-    return read_json(Path(__file__).with_name("sources.json"))  # type: ignore[no-any-return]
+    return read_json(Path(__file__).with_name("sources.json"))
 
 
 def fetch(url: str, target: Path, expected: str = "") -> None:

@@ -226,10 +226,7 @@ def cost(data: TaskData, method: Method, config: ClassifierConfig) -> float:
 
 
 def score(data: TaskData, method: Method, embeddings: Embeddings, config: ClassifierConfig) -> Scored:
-    """Compute the scores of a task from the embeddings `(N, D)` of `sentences(data)`, in that order.
-
-    The classifier settings of SNLI are applied here.
-    """
+    """Scores of a task from embeddings `(N, D)` of `sentences(data)`, in order; here SNLI has its own settings."""
     task, rows = data.task, sentence_rows([data])
     config = config.for_snli() if task.name == "SNLI" else config
     if method == "geometry":

@@ -47,8 +47,7 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector
         pairs = zip(left, right, strict=True)
         # Ranks follow rounding: float64 moves a Spearman by up to 0.13 points (hashed words on STS12).
         values = [np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)) for u, v in pairs]
-    result: Vector = np.nan_to_num(np.array(values)).astype(np.float64)
-    return result
+    return np.nan_to_num(np.array(values)).astype(np.float64)
 
 
 def correlate(predicted: Vector, gold: Vector) -> tuple[float, float]:
@@ -92,10 +91,7 @@ def pair_errors(predicted: Vector, gold: Vector) -> Vector:
 
 
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Scored:
-    """Scores of an STS task; the subsets of SICK-R, and of STS-B in any language, are its splits.
-
-    `rows` has the row of each sentence in the `(N, D)` embeddings.
-    """
+    """Scores of an STS task; subsets of SICK-R and STS-B are splits. `rows`: of sentences in `(N, D)` embeddings."""
     pairs = {}
     for name, split in data.splits.items():
         sides = (split.first, split.second or ())  # all of its rows are pairs
