@@ -133,6 +133,17 @@ class Manifest(Strict):
         return noun_of(self.content.kind)
 
 
+def failure_examples(sidecars: Sequence[Sidecar]) -> list[ReadFailure]:
+    """At most MAX_EXAMPLES failures: the first of each file and reason, then the second ones, and so on."""
+    failures = [failure for sidecar in sidecars for failure in sidecar.failures]
+    seen, ranks = Counter[tuple[str, str]](), list[int]()
+    for failure in failures:
+        seen[failure.source, failure.reason] += 1
+        ranks.append(seen[failure.source, failure.reason])
+    order = sorted(range(len(failures)), key=lambda number: ranks[number])
+    return [failures[number] for number in order[:MAX_EXAMPLES]]
+
+
 def build_manifest(
     sidecars: list[Sidecar],
     tokenizer: TokenizerInfo | None,
@@ -176,7 +187,7 @@ def build_manifest(
         },
         dropped=counts.dropped,
         failed=counts.failed,
-        failures=[failure for sidecar in sidecars for failure in sidecar.failures][:MAX_EXAMPLES],
+        failures=failure_examples(sidecars),
         tokenizer=tokenizer,
         geometry=geometry,
         config=config,

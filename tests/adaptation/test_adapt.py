@@ -75,6 +75,8 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     assert (again.sentence, again.looks) == (result.sentence, 1)
     with pytest.raises(UsageError, match=all_of("seed", "another folder")):
         adapt(encoder, documents, output, steps=20, seed=1)
+    with pytest.raises(UsageError, match="holds an adaptation with another passage_tokens"):
+        adapt(encoder, documents, output, steps=20, passage_tokens=32)
     settings = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
     config = load_config(settings, "adapt", AdaptConfig).located()
     builder = CandidateBuilder(config, output / "data", output / "candidates")

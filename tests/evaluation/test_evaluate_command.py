@@ -111,7 +111,7 @@ def test_calls_that_score_nothing_or_name_unknown_tasks_are_no_success(folder, t
         ("STSB", "STS-B"), ("sts_benchmark", "STSBenchmark"), ("SST-2", "SST2"), ("trasnfer", "transfer")
     ):  # fmt: skip
         refused([*words, few, "--tasks", f"MR,{name}"], f"{name!r}", f"`{suggestion}`")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "downstream").mkdir(parents=True)
     for more in (words, [words[0], *words[2:]]):  # without an encoder the data are only checked
         capsys.readouterr()
         assert main([*more, str(tmp_path / "empty"), "--tasks", "STS12,MR"]) == 1

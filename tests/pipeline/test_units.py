@@ -23,9 +23,9 @@ from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states, write_sidecar
 from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.prepare import _complete, main, plan_ahead, prepare, problems
-from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.readers.corpus import ReadFailure, document_id
 from declutr.pipeline.readers.input_state import digest_parts
-from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, MAX_EXAMPLES, Sidecar, build_manifest, failure_examples
 from declutr.pipeline.shards.shards import ShardSet
 
 
@@ -34,6 +34,18 @@ def corpus(tmp_path):
     texts = [" ".join(f"word{number} {i}" for i in range(30)) for number in range(40)]
     rows = [{"text": text} for text in [*texts, "short", " ", texts[0].replace(" ", "\n")]]
     return write_jsonl(tmp_path / "corpus.jsonl", *rows, b'"\xff"')
+
+
+def test_a_file_with_many_failures_leaves_room_for_examples_of_others():
+    flood = [failed_record("a", number) for number in range(MAX_EXAMPLES)]
+    sidecars = [Sidecar.model_construct(failures=rows) for rows in (flood, [failed_record("b", 7)])]
+    examples = failure_examples(sidecars)
+    assert [(failure.source, failure.offset) for failure in examples[:3]] == [("a", 0), ("b", 7), ("a", 1)]
+    assert len(examples) == MAX_EXAMPLES
+
+
+def failed_record(source, offset):
+    return ReadFailure(reason="invalid_json", source=source, offset=offset, message="no JSON")
 
 
 def test_a_unit_accounts_for_every_document_and_can_be_read(corpus, make_config, output, tokenizer, monkeypatch):

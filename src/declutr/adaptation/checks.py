@@ -200,7 +200,6 @@ def check_places(config: AdaptConfig, output: Path, address: str | None) -> tupl
 def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str]) -> None:
     """Writes the documents that passages make together, unless the folder has them."""
     path, lines = output / DOCUMENTS, document_lines(passages)
-    stored(config, output)  # refuses a folder with another adaptation
     if path.is_file() and path.read_bytes() == lines.encode():
         with RunLock(output, lambda: None):  # a command at the other path may be reading them
             drop_moved(output / "data", path)
@@ -224,6 +223,7 @@ def drop_moved(data: Path, documents: Path) -> None:
 def checked(config: AdaptConfig, output: Path, address: str | None) -> Inputs:
     """Checks everything and returns the user's own files. Writes documents joined from passages to the output."""
     problems, inputs = check_places(config, output, address)
+    stored(config, output)  # refuses a folder with another adaptation, in words of this command's options
     if inputs.passages is not None:
         _write_documents(config, output, inputs.passages)
     from declutr.pipeline.prepare import problems as preparation_problems  # loads Ray

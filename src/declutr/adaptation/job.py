@@ -276,8 +276,7 @@ class _Adaptation:
             few = f"{documents} training documents, and a step takes {BATCH_DOCUMENTS}"
         if few:
             get_logger().warning("there are %s: only the closed form is tried", few)
-            return 0
-        if self.config.steps == 0:
+        if few or self.config.steps == 0:
             return 0
         if decided := self.config.steps or self.state.steps:
             self.state.write(steps=decided)  # once, as a run in the folder refuses other steps

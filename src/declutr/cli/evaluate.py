@@ -265,6 +265,11 @@ def _check_and_score(options: argparse.Namespace) -> int:
         tests = nanobeir.read_nanobeir(data, nano)
     except UsageError as error:
         raise UsageError(f"--tasks: {error}") from error
+    if names and options.data and not any((data / part).is_dir() for part in ("downstream", "probing")):
+        raise UsageError(
+            f"--data {data}: has neither downstream/ nor probing/; name the folder that holds them, or "
+            f"`declutr evaluate --download {data}` fetches SentEval's data"
+        )
     for line in nanobeir.overview(tests):
         _say(line)
     failed = False

@@ -93,6 +93,11 @@ def test_download_command_counts_and_names_what_failed(server, tmp_path, capsys)
     assert "no subj.subjective" in said
     (tmp_path / "empty").mkdir()
     assert main(["evaluate", "--data", str(tmp_path / "empty")]) == 1
+    said = capsys.readouterr()
+    says(said.err, "--data", "empty: has neither downstream/ nor probing/", "--download")
+    assert not said.out
+    (tmp_path / "empty" / "downstream").mkdir()
+    assert main(["evaluate", "--data", str(tmp_path / "empty")]) == 1
     assert "28 missing" in capsys.readouterr().out
     chosen = download(tmp_path / "nothing", STSB_MULTI, server.address)
     assert len(chosen) == 20

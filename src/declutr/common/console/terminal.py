@@ -103,7 +103,7 @@ def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
                 traceback.print_exc()
             return refused(error)
         except KeyboardInterrupt:
-            refused("stopped; the same command continues")
+            refused("stopped; the same command does the rest")
             return 128 + signal.SIGINT
 
     return run
