@@ -1,6 +1,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+DATA ?= data
 # torch is installed first, in the version of constraints.txt, because any other package would install the newest one. For
 # another build of torch, for example for one CUDA version: make setup TORCH="torch --index-url ADDRESS"
 TORCH ?= torch
@@ -17,7 +18,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short gpu check markers format golden settings docs lock clean
+.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short gpu gpu-proof check markers format golden settings docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -69,6 +70,9 @@ frozen: setup ## compare weights, shards, scores and adaptations with those of c
 
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
 	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json
+
+gpu-proof: setup ## on a machine with a GPU: DeCLUTR and its rivals from an MLM start, eight minutes at a time; give it again to continue
+	timeout --signal=TERM 480 $(BIN)/declutr reproduce mlm-start --data $(DATA) --work runs/proof
 
 check: markers setup ## conflict markers, lint, format, names, types, imports
 	$(BIN)/ruff check .

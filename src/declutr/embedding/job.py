@@ -174,11 +174,11 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         return before
     if before and (changed := changes(before.config, config)):
         raise UsageError(f"--output {output}: was made with {changed}; name another file, or delete this one")
-    known = earlier(output) if before else {}
-    if before and before.config.inputs != config.inputs and known.keys().isdisjoint(identities):
-        get_logger().warning("%s has embeddings of %s, which are replaced", output, excerpt(before.config.inputs))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, output):
+        known = earlier(output) if before else {}  # nobody replaces the file now
+        if before and before.config.inputs != config.inputs and known.keys().isdisjoint(identities):
+            get_logger().warning("%s has embeddings of %s, which are replaced", output, excerpt(before.config.inputs))
         pieces = _run(config, units, identities, folder, encoder, known)
         write_joined(output, pieces, part_schema(encoder.size, config))
         counts = [stored.piece for stored in pieces.values()]
