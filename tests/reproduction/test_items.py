@@ -45,9 +45,7 @@ def test_at_least_ten_items_of_which_five_are_tiny_print_means_of_the_printed_ta
     assert len(NAMES) >= 10
     tiny = {name for name, scale in SCALES if scale == "tiny"}
     assert tiny >= {"declutr-figure2", "declutr-figure3", "scd-table3", "scl-tables5-7", "simcse-dropout"}
-    means = {
-        name: ("Avg.", "S") for name in ("visualcse-table1", "visualcse-table4", "audiocse-table2", "nonling-table6")
-    }
+    means = dict.fromkeys(("visualcse-table1", "visualcse-table4", "audiocse-table2", "nonling-table6"), ("Avg.", "S"))
     means |= {f"scl-tables{number}": ("STS", "ST") for number in ("2-3", "4-6", "5-7")}
     for name, (column, start) in means.items():
         for numbers in load_item(name).printed.values():
