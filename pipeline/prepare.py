@@ -43,16 +43,8 @@ from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, fit_units, with_file_states
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
-from declutr.pipeline.shards.ledger import sum_losses
-from declutr.pipeline.shards.manifest import (
-    MANIFEST,
-    TOKENIZER,
-    Manifest,
-    build_manifest,
-    failure_examples,
-    load_manifest,
-    sum_counts,
-)
+from declutr.pipeline.shards.ledger import sum_counts, sum_losses
+from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, build_manifest, examples_of, load_manifest
 from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, load_tokenizer, was_replaced
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, as in shells; also if another host has taken over the output folder
@@ -121,7 +113,7 @@ def _complete(job: Preparation) -> Manifest:
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
     sources = [part.source for unit in job.units for part in unit.parts]
     hint = lines_hint(counts.read, counts.dropped, plan.config, sources)
-    failures = failure_examples(sidecars)
+    failures = examples_of(sidecars)
     if nothing := nothing_kept(counts, config, failures):
         output.discard()
         raise ConfigError("prepare", [nothing, hint] if hint else [nothing])

@@ -133,7 +133,7 @@ class Manifest(Strict):
         return noun_of(self.content.kind)
 
 
-def failure_examples(sidecars: Sequence[Sidecar]) -> list[ReadFailure]:
+def examples_of(sidecars: Sequence[Sidecar]) -> list[ReadFailure]:
     """At most MAX_EXAMPLES failures: the first of each file and reason, then the second ones, and so on."""
     failures = [failure for sidecar in sidecars for failure in sidecar.failures]
     seen, ranks = Counter[tuple[str, str]](), list[int]()
@@ -187,7 +187,7 @@ def build_manifest(
         },
         dropped=counts.dropped,
         failed=counts.failed,
-        failures=failure_examples(sidecars),
+        failures=examples_of(sidecars),
         tokenizer=tokenizer,
         geometry=geometry,
         config=config,

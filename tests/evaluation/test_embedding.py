@@ -108,7 +108,7 @@ def test_only_what_changed_is_embedded_again(model, tmp_path, caplog, unit_mib):
     write("d", *LINES[:5])
     (folder / "c.jsonl").unlink()
     note = embedded(output, folder)
-    says(caplog.messages, "reusing the embeddings of 4 of 6 pieces of the inputs")
+    says(caplog.messages, "reusing 4 of 6 pieces of the inputs")
     whole = embedded(fresh, folder)
     assert note.model_dump(exclude={"config", "num_bytes"}) == whole.model_dump(exclude={"config", "num_bytes"})
     tables = [pq.read_table(path) for path in (output, fresh)]
@@ -117,10 +117,29 @@ def test_only_what_changed_is_embedded_again(model, tmp_path, caplog, unit_mib):
     build_index(output, tmp_path / "index")
     entries = [folder / f"{name}.jsonl" for name in "gfbdea"]  # in another order, nothing is embedded
     embedded(output, entries)
-    says(caplog.messages, "reusing the embeddings of 6 of 6 pieces of the inputs")
+    says(caplog.messages, "reusing 6 of 6 pieces of the inputs")
     embedded(fresh, entries)
     assert pq.read_table(output).drop(["embedding"]) != tables[0].drop(["embedding"])
     np.testing.assert_allclose(vectors(output), vectors(fresh), atol=1e-6)
+
+
+def test_a_bad_record_costs_no_embeddings_and_another_file_under_the_name_is_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{broken\n')
+    inputs, output = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], tmp_path / "o.parquet"
+    words = ["embed", "hashed-words:8", "--output", str(output)]
+    assert main([*words, inputs[0]]) == 0
+    assert main([*words, *inputs]) == 1
+    says(capsys.readouterr().err, "b.jsonl at 14: invalid_json", "--skip-bad skips such records")
+    assert main([*words, *inputs, "--skip-bad"]) == 0
+    says(capsys.readouterr().err, "reusing 1 of 2 pieces")
+    assert main([*words, *inputs]) == 1
+    says(capsys.readouterr().err, "was made with skip_bad = True, not False")
+    pq.write_table(pa.table({"mine": [1]}), output)
+    kept = output.read_bytes()
+    assert main([*words, *inputs, "--skip-bad"]) == 1
+    says(capsys.readouterr().err, f"--output {output}: its note is of another file; delete both")
+    assert output.read_bytes() == kept
 
 
 def test_ids_are_texts_or_whole_numbers_and_a_lost_file_is_named(tmp_path, capsys):

@@ -121,6 +121,8 @@ def test_table_has_the_numbers_of_sentence_transformers_and_records_that_cannot_
     assert theirs.shape == (5, 8)
     with pytest.raises(TypeError, match="a list of texts"):
         encoder.encode("wordaa")
+    with pytest.raises(TypeError, match=r'encode\(list\(table\["text"\]\)\)'):  # else its keys, silently
+        encoder.encode({"text": "wordaa"})
     growing = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     keys("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [growing] * 3})(output)
     with pytest.raises(EncoderError, match="more than 256 times as long"):

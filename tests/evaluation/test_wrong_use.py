@@ -119,6 +119,12 @@ OTHERS = [
     (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
     (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "--workers -1: "),
     (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
+    (["embed", "hashed-words:4", "file.txt", "--output", "caf\udce9.npy"], "the name is not UTF-8"),
+    (["embed", "hashed-words:4", "apple " * 80, "--output", "x.npy"], "480 characters are no path"),
+    (["evaluate", "hashed-words:4", "--data", "file.txt"], "--data file.txt: is a file; name the folder"),
+    (["copy", "docs", "https://example.com/x"], "https://example.com/x: nothing can be written there; name a bucket"),
+    (["demo", "run=docs"], "run = docs: holds"),
+    (["prepare", "good.yaml", "tokenizer=500"], "tokenizer = 500: must be a section with settings"),
 ]  # fmt: skip
 CASES = [
     *((["train", config], told) for config, told in CONFIGS),

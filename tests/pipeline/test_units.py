@@ -25,7 +25,7 @@ from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.prepare import _complete, main, plan_ahead, prepare, problems
 from declutr.pipeline.readers.corpus import ReadFailure, document_id
 from declutr.pipeline.readers.input_state import digest_parts
-from declutr.pipeline.shards.manifest import MANIFEST, MAX_EXAMPLES, Sidecar, build_manifest, failure_examples
+from declutr.pipeline.shards.manifest import MANIFEST, MAX_EXAMPLES, Sidecar, build_manifest, examples_of
 from declutr.pipeline.shards.shards import ShardSet
 
 
@@ -39,7 +39,7 @@ def corpus(tmp_path):
 def test_a_file_with_many_failures_leaves_room_for_examples_of_others():
     flood = [failed_record("a", number) for number in range(MAX_EXAMPLES)]
     sidecars = [Sidecar.model_construct(failures=rows) for rows in (flood, [failed_record("b", 7)])]
-    examples = failure_examples(sidecars)
+    examples = examples_of(sidecars)
     assert [(failure.source, failure.offset) for failure in examples[:3]] == [("a", 0), ("b", 7), ("a", 1)]
     assert len(examples) == MAX_EXAMPLES
 

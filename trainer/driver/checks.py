@@ -154,7 +154,7 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
     tasks = {"": values, **{f"auxiliary_tasks.{name}.": task for name, task in auxiliary if isinstance(task, Mapping)}}
     corpora = {prefix: _paths(f"{prefix}data", task.get("data")) for prefix, task in tasks.items()}
     checks = (
-        ("run", values.get("run"), _run_problem),
+        ("run", values.get("run"), run_problem),
         *((key, value, _data_problem) for paths in corpora.values() for key, value in paths.items()),
         ("encoder.pretrained", _section(values.get("encoder")).get("pretrained"), _model_problem),
     )
@@ -192,7 +192,8 @@ def _paths(setting: str, data: Any) -> dict[str, Any]:
     return {f"{setting}.{number}.path": _section(corpus).get("path") for number, corpus in enumerate(data)}
 
 
-def _run_problem(name: str) -> str | None:
+def run_problem(name: str) -> str | None:
+    """The reason why a folder cannot be, or become, that of a run; None if it can."""
     folder = expand(name)
     for file, what in _NOT_A_RUN.items():
         if (folder / file).is_file():

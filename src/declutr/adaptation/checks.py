@@ -67,6 +67,7 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     ),
     r"more than max_error_rate = \d+(?:\.\d+)?": "more than 1%",
     r"tokenizer\.name = ": "ENCODER ",
+    r", delete this one, or prepare new files alone, as `data` takes a list": ", or delete this one",
     r", or in `prepare` tokenizer\.kind=train": "",
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
 from declutr.common.console.logs import setup_logging
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ def run_demo(arguments: list[str]) -> int:
     data = load_config(options.config, "prepare", PipelineConfig, (), look_for_data)
     settings = load_config(options.config, "train", TrainConfig, options.overrides)
     from declutr.common.storage import write_json
+    from declutr.trainer.driver.checks import run_problem
+
+    if problem := run_problem(settings.run):
+        raise UsageError(f"run = {settings.run}: {problem}")
     from declutr.pipeline.job.outcome import summary
     from declutr.pipeline.prepare import prepare
     from declutr.trainer.train import train

@@ -103,6 +103,8 @@ def _file_states(output: Path) -> dict[Path, tuple[int, int]]:
 def _evaluate(options: argparse.Namespace) -> int:
     """Do what the options say; return the exit status."""
     if (data := options.data) is not None and not data.is_dir():
+        if data.exists():
+            raise UsageError(f"--data {data}: is a file; name the folder that holds downstream/")
         raise UsageError(f"--data {data}: no such folder; `declutr evaluate --download {data}` fetches SentEval's data")
     from declutr.common.paths import expand_known
     from declutr.encoders.protocol import parse_sizes
@@ -266,10 +268,7 @@ def _check_and_score(options: argparse.Namespace) -> int:
     except UsageError as error:
         raise UsageError(f"--tasks: {error}") from error
     if names and options.data and not any((data / part).is_dir() for part in ("downstream", "probing")):
-        raise UsageError(
-            f"--data {data}: has neither downstream/ nor probing/; name the folder that holds them, or "
-            f"`declutr evaluate --download {data}` fetches SentEval's data"
-        )
+        raise UsageError(f"--data {data}: has neither downstream/ nor probing/; name their folder, or use --download")
     for line in nanobeir.overview(tests):
         _say(line)
     failed = False

@@ -250,7 +250,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             continue
         else:
             prefix, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
-            if item["type"] in ("model_type", "dict_type"):
+            if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
                 message = f"must be a section with settings; {key}={{}} is one with the defaults"
             elif item["input"] is None:
                 message = f"is empty. {message}"

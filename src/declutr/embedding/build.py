@@ -113,7 +113,7 @@ def index(
     map_file, choice = None if parquet is None else expand(parquet, "parquet"), None
     note = read_note(file)
     if folder.exists():
-        raise UsageError(f"--output {folder}: exists already; name another folder, or remove it")
+        raise UsageError(f"--output {folder}: exists already; name another folder")
     for option, path in (("output", folder), ("parquet", map_file)):
         if path and (problem := folder_problem(path.absolute().parent)):
             raise UsageError(f"--{option} {path}: {problem}")

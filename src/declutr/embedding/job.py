@@ -20,7 +20,7 @@ from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.console.terminal import excerpt
 from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
-from declutr.common.storage import hash_json, write_text
+from declutr.common.storage import hash_file, hash_json, write_text
 from declutr.embedding.note import Note, note_path, output_problem, parts_folder, read_note
 from declutr.embedding.passages import Cutter
 from declutr.embedding.pieces import Stored, earlier, group_pieces, joined_unit, stored_in, write_joined
@@ -147,7 +147,10 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     """Load the encoder, embed what is not done, assemble the parts, write the note, and remove the parts."""
     from declutr.encoders.loading import load_encoder  # loads torch, which no problem of the inputs waits for
 
-    output = config.output
+    output, folder = config.output, parts_folder(config.output)
+    if folder.is_dir():
+        with _alone(folder, output):  # another command is named before the encoder is loaded
+            pass
     encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
     document = in_role(encoder, "document")
     if config.choice.role is None and document is not encoder:
@@ -164,10 +167,12 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     if config.passages:
         Cutter(encoder)  # its refusal need not wait for a unit
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
-    folder = parts_folder(output)
     before = None
-    with contextlib.suppress(UsageError):  # a note that is damaged, or without its output, is of no finished job
-        before = read_note(output)
+    if output.is_file() and note_path(output).is_file():
+        with contextlib.suppress(UsageError):  # a note that is damaged is of no finished job
+            before = read_note(output)
+        if not before or hash_file(output) != before.sha256:
+            raise UsageError(f"--output {output}: its note is of another file; delete both, or name a new file")
     if before and before.job == hash_json(identities):
         get_logger().info("%s is already complete; nothing to embed", output)
         _remove_leftovers(folder, output)
@@ -193,6 +198,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
             **{name: sum(getattr(piece, name) for piece in counts) for name in Coverage.model_fields},
             job=hash_json(identities),
             num_bytes=output.stat().st_size,
+            sha256=hash_file(output),
         )
         if note.skipped and not note.rows:
             get_logger().warning("%s: nothing is embedded, because no record could be read; check --text-field", output)
@@ -242,14 +248,12 @@ def _run(
     """The rows of every piece by its identity: those known, those of finished units, and those of the rest."""
     new = [number for number, identity in enumerate(identities) if identity not in known]
     if len(new) < len(pieces):
-        get_logger().info(
-            "reusing the embeddings of %d of %d pieces of the inputs", len(pieces) - len(new), len(pieces)
-        )
+        get_logger().info("reusing %d of %d pieces of the inputs", len(pieces) - len(new), len(pieces))
     groups = [[new[n] for n in group] for group in group_pieces([pieces[number] for number in new], config.unit_mib)]
     units = [joined_unit(f"{name:05d}", [pieces[n] for n in group]) for name, group in enumerate(groups)]
     work = [(unit, hash_json([identities[n] for n in group])) for unit, group in zip(units, groups, strict=True)]
     existing = [finished(unit.name, identity, folder) for unit, identity in work]
-    sidecars = {sidecar.unit: sidecar for sidecar in existing if sidecar}
+    sidecars = {s.unit: s for s in existing if s and (config.skip_bad or not any(piece.skipped for piece in s.pieces))}
     todo = [(unit, identity) for unit, identity in work if unit.name not in sidecars]
     if sidecars:
         get_logger().info("reusing %d of %d finished units", len(sidecars), len(units))

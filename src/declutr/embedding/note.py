@@ -34,6 +34,7 @@ class Note(Coverage):
     lost: list[str] = Field(default_factory=list)  # files of which a part, or all, could not be read
     job: str  # SHA-256 of inputs, encoder and settings
     num_bytes: int  # size of the file of embeddings
+    sha256: str  # of the file of embeddings
 
 
 def note_path(output: Path) -> Path:

@@ -28,8 +28,7 @@ def group_pieces(pieces: Sequence[Unit], unit_mib: float | None) -> list[list[in
 
     Each is of another file, as two pieces of one file are larger, so a record's file tells its piece.
     """
-    total = sum(piece.weight for piece in pieces)
-    most_bytes = (unit_mib or max(1, math.ceil(total / MIB / MAX_UNITS))) * MIB
+    most_bytes = (unit_mib or max(1, math.ceil(sum(piece.weight for piece in pieces) / MIB / MAX_UNITS))) * MIB
     groups, weight = list[list[int]](), 0
     for number, piece in enumerate(pieces):
         if not groups or weight + piece.weight > most_bytes:

@@ -151,7 +151,7 @@ def _refusal(record: ReadFailure, unit: Unit) -> UsageError:
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: Precision) -> list[str]:
     """SHA-256 for each piece of its input, the encoder with its precision, and the settings for its embeddings."""
     # Fingerprint and units stand for what is left out, or it decides no number.
-    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
+    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib", "skip_bad"})
     if not config.passages:  # as files of earlier versions were identified
         settings = {name: value for name, value in settings.items() if name not in ("passages", "headings")}
     settings |= {"precision": precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
@@ -163,7 +163,7 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision
 
 def changes(before: EmbedConfig, now: EmbedConfig) -> str:
     """Settings with which an output was made and those of this job, where they decide more than which texts it has."""
-    exclude = {"inputs", "output", "workers", "unit_mib"}
+    exclude = {"inputs", "output", "workers", "unit_mib"} | ({"skip_bad"} if now.skip_bad else set())
     old, new = (flat_keys(config.model_dump(mode="json", exclude=exclude)) for config in (before, now))
     return ", ".join(f"{key.rpartition('.')[2]} = {old[key]}, not {new[key]}" for key in new if old[key] != new[key])
 

@@ -75,6 +75,8 @@ def texts_of(texts: Sequence[str]) -> list[str]:
     """The texts of `encode` as a list."""
     if isinstance(texts, str):
         raise TypeError("encode takes a list of texts: write encode([text])")
+    if isinstance(texts, Mapping) or hasattr(texts, "columns"):  # of which `list` would give the names
+        raise TypeError('encode takes a list of texts: write encode(list(table["text"]))')
     listed = list(texts)
     for place, text in enumerate(listed):
         if not isinstance(text, str):
@@ -185,6 +187,8 @@ def no_encoder(folder: Path) -> str | None:
             modules = {str(module["path"]): str(module["type"]) for module in read_json(above / "modules.json")}
             if not modules[folder.name].endswith(".Transformer"):  # which is an encoder alone
                 return f"{folder} is one module of an encoder; name the folder above it: {above}"
+    if not folder.exists() and folder.name == "encoder" and is_adaptation(above):
+        folder = above
     if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
     if is_adaptation(folder):

@@ -14,6 +14,7 @@ import numpy as np
 
 from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, ShardError, UsageError
+from declutr.encoders.protocol import is_adaptation
 from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
 from declutr.pipeline.job.outcome import in_words, summary, unknown_hint
@@ -121,6 +122,8 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
     """Describe shards (with some of their rows), a checkpoint or an exported encoder, in lines."""
     if (path / MANIFEST).is_file():
         yield from _shards(path, num_documents)
+    elif is_adaptation(path):
+        raise UsageError(f"{path} is an adaptation: open {path / 'report.html'}")
     elif (path / "state.json").is_file():
         state = checkpoint.read_state(path)
         yield f"Checkpoint after step {state.step}: {state.documents:,} documents read by {state.world_size} worker(s)"

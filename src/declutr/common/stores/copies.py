@@ -9,7 +9,7 @@ from pathlib import Path
 
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import Parser, answered
-from declutr.common.errors import AlteredError, RemoteError
+from declutr.common.errors import AlteredError, RemoteError, UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import FileRecord, atomic_folder, records, refuse_names
 from declutr.common.stores.address import is_remote
@@ -96,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "neither is an address: use `cp -r`" if folders else "both are addresses: copy to a folder, then from it"
         raise NotADirectoryError(f"{source}, {target}: {what}")
     folder = folders[0]
+    if target.startswith(("http://", "https://")):
+        raise UsageError(f"{target}: nothing can be written there; name a bucket, as s3://BUCKET/FOLDER")
     if is_remote(target):
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder")

@@ -69,7 +69,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
     if problem := unloadable(config.model):
         problems.append(problem)
     if os.path.lexists(config.output):  # a dangling link is in the way too
-        problems.append(f"--output {config.output}: exists already; name another folder, or remove it")
+        problems.append(f"--output {config.output}: exists already; name another folder")
     elif problem := folder_problem(config.output.absolute().parent):
         problems.append(f"--output {config.output}: {problem}")
     needless = ("max_tokens",) if config.to == "static" else ("vocabulary_size", "dimensions")
