@@ -173,7 +173,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
             before = read_note(output)
         if not before or hash_file(output) != before.sha256:
             raise UsageError(f"--output {output}: its note is of another file; delete both, or name a new file")
-    if before and before.job == hash_json(identities):
+    if before and before.job == hash_json(identities) and (config.skip_bad or not before.skipped):
         get_logger().info("%s is already complete; nothing to embed", output)
         _remove_leftovers(folder, output)
         return before
