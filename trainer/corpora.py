@@ -36,7 +36,9 @@ def _checked(data: str | list[Corpus]) -> str | list[Corpus]:
     return data
 
 
-def _no_section(value: Any) -> Any:
+def _as_written(value: Any) -> Any:
+    if isinstance(value, list):  # a name alone has the weight 1
+        return [{"path": corpus, "weight": 1} if isinstance(corpus, str) else corpus for corpus in value]
     if isinstance(value, dict):
         raise ValueError("must be a folder, an address, or a list of corpora: [{path: FOLDER, weight: 1}, ...]")  # noqa: TRY004
     return value
@@ -46,7 +48,7 @@ Data = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[Corpus], Field(min_length=1), Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
     AfterValidator(_checked),
-    BeforeValidator(_no_section),
+    BeforeValidator(_as_written),
 ]
 
 

@@ -140,8 +140,7 @@ def examples_of(sidecars: Sequence[Sidecar]) -> list[ReadFailure]:
     for failure in failures:
         seen[failure.source, failure.reason] += 1
         ranks.append(seen[failure.source, failure.reason])
-    order = sorted(range(len(failures)), key=lambda number: ranks[number])
-    return [failures[number] for number in order[:MAX_EXAMPLES]]
+    return [failures[number] for number in sorted(range(len(failures)), key=ranks.__getitem__)[:MAX_EXAMPLES]]
 
 
 def build_manifest(

@@ -21,7 +21,7 @@ FILES = {
     "section.yaml": "prepare: {}", "empty.yaml": "", "twice.yaml": "train: {run: r}\ntrain: {run: s}",
     "odd.yaml": "train: {1: 2, ~: 3}", "file.txt": "some text", "odd.zzz": "text", "table.csv": "id,txet\n1,a\n",
     "docs/a.txt": "a b c d e f g h\n" * 20, "shards/manifest.json": "{}", "cut/manifest.json": '{"a',
-    "point/state.json": "[]", "export/declutr.json": "{}", "index/index.json": "[]",
+    "point/state.json": "[]", "export/declutr.json": "{}", "index/index.json": "[]", "model/modules.json": "[]",
     "run/checkpoints/step-00000004/x": "", "a\nb é/x": "", "void.jsonl": "", "pairs.csv": "query,text\na,b\n",
 }  # fmt: skip
 CONFIGS = [
@@ -124,6 +124,7 @@ OTHERS = [
     (["evaluate", "hashed-words:4", "--data", "file.txt"], "--data file.txt: is a file; name the folder"),
     (["copy", "docs", "https://example.com/x"], "https://example.com/x: nothing can be written there; name a bucket"),
     (["demo", "run=docs"], "run = docs: holds"),
+    (["embed", "file.txt", "model", "--output", "x.npy"], "; model is an encoder, which comes first"),
     (["prepare", "good.yaml", "tokenizer=500"], "tokenizer = 500: must be a section with settings"),
 ]  # fmt: skip
 CASES = [

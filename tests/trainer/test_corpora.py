@@ -150,8 +150,9 @@ def test_weights_that_are_no_shares_are_refused(corpora, tmp_path, capsys, weigh
 
 def test_all_problems_of_the_places_are_listed_at_once(corpora, tmp_path, capsys):
     data = several(corpora["one"], tmp_path / "nowhere", weights=[-1, 1])
-    message = refused(tmp_path, capsys, [*data, {"path": "x", "wieght": 2}])
+    message = refused(tmp_path, capsys, [*data, {"path": "x", "wieght": 2}, str(tmp_path / "gone")])
     problems = {"0.weight": "= -1", "1.path": "no such folder", "2.wieght": "unknown key", "2.weight": "missing"}
+    problems["3.path"] = "no such folder"
     for name, problem in problems.items():
         says(message, f"data.{name}", problem)
 
@@ -322,7 +323,7 @@ def test_copies_in_several_corpora_are_scored_once(tmp_path):
 def test_corpora_that_meet_themselves_or_hold_out_other_texts_are_named(tmp_path):
     small = shards(tmp_path / "small", seed=7, number=30)
     other = shards(tmp_path / "other", seed=8, number=200, validation_fraction=0.0)
-    corpora = [{"path": str(place), "weight": 1} for place in (small, other)]
+    corpora = [str(small), {"path": str(other), "weight": 1}]  # a name alone has the weight 1
     run = resolve(runs.train_config(corpora, tmp_path / "run", steps=40, validation={"every_steps": 5}))
     found = list(corpora_remarks(run, 40))
     assert len(found) == 2

@@ -189,7 +189,8 @@ def _paths(setting: str, data: Any) -> dict[str, Any]:
     """The places of a setting `data`, which may be invalid, by their keys."""
     if not isinstance(data, list):
         return {setting: data}
-    return {f"{setting}.{number}.path": _section(corpus).get("path") for number, corpus in enumerate(data)}
+    paths = [corpus if isinstance(corpus, str) else _section(corpus).get("path") for corpus in data]
+    return {f"{setting}.{number}.path": path for number, path in enumerate(paths)}
 
 
 def run_problem(name: str) -> str | None:

@@ -121,18 +121,16 @@ class AdaptConfig(Strict):
         if self.passages is not None:
             # the largest limit: a document that is cut has not the text by which its passages are found
             corpus = {"paths": [str(output.parent / DOCUMENTS)], "max_document_mib": 512}
-        settings = (
-            read_yaml_file(_SETTINGS)["prepare"]
-            | {
-                "output": str(output),
-                "corpus": {"kind": "files"} | corpus,
-                "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
-                "validation_fraction": held_out,
-                "session": {"address": address},
-                "seed": self.seed,
-            }
-            | ({"max_error_rate": 1} if self.skip_bad else {})
-        )
+        settings = read_yaml_file(_SETTINGS)["prepare"] | {
+            "output": str(output),
+            "corpus": {"kind": "files"} | corpus,
+            "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
+            "validation_fraction": held_out,
+            "session": {"address": address},
+            "seed": self.seed,
+        }
+        if self.skip_bad:
+            settings["max_error_rate"] = 1
         settings["geometry"] |= {"max_tokens": self.lengths.window}
         return PipelineConfig.model_validate(settings)
 

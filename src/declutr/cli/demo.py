@@ -38,15 +38,14 @@ def run_demo(arguments: list[str]) -> int:
     from declutr.pipeline.config import PipelineConfig
     from declutr.pipeline.config import look as look_for_data
     from declutr.trainer.config import TrainConfig
+    from declutr.trainer.driver.checks import run_problem
 
     # before the corpus is prepared, and before torch is loaded
     data = load_config(options.config, "prepare", PipelineConfig, (), look_for_data)
     settings = load_config(options.config, "train", TrainConfig, options.overrides)
-    from declutr.common.storage import write_json
-    from declutr.trainer.driver.checks import run_problem
-
     if problem := run_problem(settings.run):
         raise UsageError(f"run = {settings.run}: {problem}")
+    from declutr.common.storage import write_json
     from declutr.pipeline.job.outcome import summary
     from declutr.pipeline.prepare import prepare
     from declutr.trainer.train import train

@@ -41,6 +41,7 @@ from declutr.encoders.protocol import (
     EncoderChoice,
     SentenceEncoder,
     in_role,
+    no_encoder,
     precision_of,
     unloadable,
     vectors_fingerprint,
@@ -91,8 +92,9 @@ def embed(
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
     if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
-    if problem := unloadable(parts["choice"]["model"]):
-        raise EncoderError(problem)
+    if problem := unloadable(str(model)):
+        encoders = [path for path in values["inputs"] if Path(path).is_dir() and not no_encoder(Path(path))]
+        raise EncoderError(problem + "".join(f"; {path} is an encoder, which comes first" for path in encoders[:1]))
     try:
         config = load_config(parts | values, "embed", EmbedConfig)
     except ConfigError as error:  # `choice` and `shape` are no settings of the user

@@ -56,7 +56,7 @@ def output_problem(output: Path) -> str | None:
         return None
     for path in (output, note_path(output)):
         if path.exists():
-            return f"{path.name} exists and is not of `declutr embed`; name another file"
+            return f"{path.name} exists without its {'embeddings' if path != output else 'note'}; name another file"
     return folder_problem(output.parent)
 
 

@@ -226,8 +226,7 @@ def part_schema(size: int, config: EmbedConfig) -> pa.Schema:
     return pa.schema([*names, ("embedding", pa.list_(number, config.shape.dimensions or size))])
 
 
-_COUNTS = ("written", "texts_cut", "tokens", "tokens_read", "read", "texts_empty")
-_READ, _EMPTY = 4, 5
+_COUNTS, _READ, _EMPTY = ("written", "texts_cut", "tokens", "tokens_read", "read", "texts_empty"), 4, 5
 
 
 def embed_unit(
