@@ -100,7 +100,7 @@ def test_other_encoders_folders_addresses_files_and_inputs_are_refused(embedded,
         SearchIndex(tmp_path / "index")
     (tmp_path / "mine.npy").write_bytes(b"mine")
     assert main(["embed", "hashed-words:8", str(tmp_path / "in"), "--output", str(tmp_path / "mine.npy")]) == 1
-    says(capsys.readouterr().err, "mine.npy", "not of `declutr embed`")
+    says(capsys.readouterr().err, "mine.npy exists without its note")
     assert (tmp_path / "mine.npy").read_bytes() == b"mine"
     note = embedded.with_name(f"{embedded.name}.json")
     whole = note.read_text()
