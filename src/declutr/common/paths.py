@@ -13,7 +13,7 @@ from pathlib import Path
 from declutr.common.errors import UsageError, nearest
 
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
-_LONGEST_NAME = 255  # bytes, on Linux
+LONGEST_NAME = 255  # in bytes, of a file on Linux
 _NEIGHBOURS = 1000  # names of a folder that a suggestion is chosen from
 _NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
 
@@ -29,7 +29,7 @@ def expand(path: str | os.PathLike[str], setting: str = "path") -> Path:
         raise UsageError(f"{path!r} holds a NUL character")
     if any("\ud800" <= letter <= "\udfff" for letter in path):
         raise UsageError(f"{path!r}: the name is not UTF-8; use another one")
-    if any(len(part.encode()) > _LONGEST_NAME for part in path.split("/")):
+    if any(len(part.encode()) > LONGEST_NAME for part in path.split("/")):
         raise UsageError(f"{path[:40]!r}...: {len(path):,} characters are no path; name a file or a folder")
     if os.path.lexists(path):  # a broken link exists, too
         return Path(path)

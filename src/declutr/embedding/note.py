@@ -13,13 +13,11 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Precision, first_problem
 from declutr.common.errors import UsageError
-from declutr.common.paths import folder_problem
+from declutr.common.paths import LONGEST_NAME, folder_problem
 from declutr.common.storage import read_json
 from declutr.embedding import check_embeddings
 from declutr.embedding.units import CHUNK_ROWS, Coverage, EmbedConfig
 from declutr.encoders.protocol import unit_rows
-
-_LONGEST_NAME = 255  # in bytes, of a file on Linux
 
 
 class Note(Coverage):
@@ -50,7 +48,7 @@ def parts_folder(output: Path) -> Path:
 def output_problem(output: Path) -> str | None:
     """The reason why embeddings cannot be written here, or would replace a file of another origin; None if neither."""
     temporary = f".{note_path(output).name}.{os.getpid()}.tmp"  # of `atomic_file`, the longest beside it
-    if (excess := len(os.fsencode(temporary)) - _LONGEST_NAME) > 0:
+    if (excess := len(os.fsencode(temporary)) - LONGEST_NAME) > 0:
         return f"its name is too long by {excess} bytes"
     if parts_folder(output).is_dir() or _is_note(note_path(output)):
         return None

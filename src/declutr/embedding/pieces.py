@@ -85,12 +85,13 @@ def write_joined(output: Path, pieces: Mapping[str, Stored], schema: pa.Schema) 
                         stream.write(memoryview(chunk.flatten().to_numpy()))
         else:
             with pq.ParquetWriter(aside, schema) as writer:
-                waiting = list[pa.Table]()  # pieces may have few rows, and a row group has many
+                waiting, rows = list[pa.Table](), 0  # pieces may have few rows, and a row group has many
                 for table in _numbered(pieces.values()):
                     waiting.append(table)
-                    if sum(part.num_rows for part in waiting) >= CHUNK_ROWS:
+                    rows += table.num_rows
+                    if rows >= CHUNK_ROWS:
                         writer.write_table(pa.concat_tables(waiting))
-                        waiting = []
+                        waiting, rows = [], 0
                 if waiting:
                     writer.write_table(pa.concat_tables(waiting))
                 counts = [(name, stored.piece.model_dump(exclude_defaults=True)) for name, stored in pieces.items()]

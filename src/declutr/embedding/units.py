@@ -245,7 +245,7 @@ def embed_unit(
     cutter = Cutter(encoder, config.headings) if config.passages else None
     skipped, lost = [Counter[str]() for _ in unit.parts], [set[str]() for _ in unit.parts]
     counts = np.zeros((len(unit.parts), len(_COUNTS)), np.int64)
-    seen_bytes = 0
+    seen_bytes = read = 0
     with atomic_file(folder / f"{unit.name}.parquet") as aside:
         reader = UnitReader(unit, corpus_of(config, config.text_field))
         with pq.ParquetWriter(aside, schema) as writer:
@@ -266,9 +266,10 @@ def embed_unit(
                         places += passages
                         texts += [passage.of(text) for passage in passages] if cutter else [text]
                         of_piece += [number] * (len(texts) - len(rows))
-                        rows += [int(counts[:, _READ].sum())] * (len(texts) - len(rows))
+                        rows += [read] * (len(texts) - len(rows))
                         ids += [key or ""] * (len(texts) - len(ids))
                     counts[number, _READ] += 1
+                    read += 1
                 if rows:
                     values, finite, tokens = embed_distinct(encoder, texts, config.shape)
                     cut = tokens[:, 0] > tokens[:, 1]
