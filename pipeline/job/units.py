@@ -4,11 +4,11 @@ They depend only on the inputs and the configuration, not on the workers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from msgspec.structs import astuple
@@ -67,6 +67,8 @@ from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.writer import ShardWriter, media_schema, shard_schema
 from declutr.pipeline.texts import MAX_FILE_BYTES, rows
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
+
+T = TypeVar("T")
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()
@@ -160,6 +162,18 @@ def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent, documents: bool
     return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content), documents)
 
 
+def in_groups(items: Iterable[T], weight: Callable[[T], int], most_weight: int) -> list[list[T]]:
+    """Neighbours together: groups of at most this weight, or of one item."""
+    groups, total = list[list[T]](), 0
+    for item in items:
+        if not groups or total + weight(item) > most_weight:
+            groups.append([])
+            total = 0
+        groups[-1].append(item)
+        total += weight(item)
+    return groups
+
+
 def plan_units(
     corpus: Corpus, unit_mib: float | None, skipped: Skipped | None = None, content: AnyContent = DOCUMENTS
 ) -> tuple[list[Unit], list[str]]:
@@ -170,14 +184,7 @@ def plan_units(
         if isinstance(corpus, PythonDocs)
         else file_parts(corpus, unit_bytes, skipped, _rules(corpus, content, documents))
     )
-    groups: list[list[Part]] = []
-    group_bytes = 0
-    for part in parts:
-        if not groups or group_bytes + part.weight > unit_bytes:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(part)
-        group_bytes += part.weight
+    groups = in_groups(parts, lambda part: part.weight, unit_bytes)
     return [Unit(name=f"{index:05d}", parts=group, documents=documents) for index, group in enumerate(groups)], problems
 
 

@@ -36,6 +36,9 @@ from declutr.pipeline.readers.corpus import (
 )
 from declutr.pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
 
+# What holds tokens or vectors and no texts, by files that `prepare` and `index` write.
+_WITHOUT_TEXTS = {"shards": ("manifest.json", "ledger"), "an index": ("index.json", "vectors.npy")}
+
 
 def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
     """Finds the files of one entry of `corpus.paths`.
@@ -50,6 +53,9 @@ def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
     if root.is_file():
         yield _local(root, root.name, searched=False)
     elif root.is_dir():
+        for what, names in _WITHOUT_TEXTS.items():
+            if all((root / name).exists() for name in names):
+                raise OSError(f"it is {what}, without texts; name the documents that it was made from")
         yield from _match(root, ("**", "*"), skipped)
     elif glob.has_magic(str(root)):
         num_plain = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))

@@ -29,6 +29,7 @@ SCHEMA_VERSION = 1
 # Files of other folders that a user may confuse with shards.
 _OTHERS = {
     "checkpoints": "a run (its config.yaml names its shards)",
+    "scores": "an adaptation (its shards are in data)",
     "state.json": "a checkpoint",
     "modules.json": "an encoder",
     "index.json": "an index",

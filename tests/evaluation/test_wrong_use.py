@@ -23,6 +23,7 @@ FILES = {
     "docs/a.txt": "a b c d e f g h\n" * 20, "shards/manifest.json": "{}", "cut/manifest.json": '{"a',
     "point/state.json": "[]", "export/declutr.json": "{}", "index/index.json": "[]", "model/modules.json": "[]",
     "run/checkpoints/step-00000004/x": "", "a\nb é/x": "", "void.jsonl": "", "pairs.csv": "query,text\na,b\n",
+    "shards/ledger/0": "",
 }  # fmt: skip
 CONFIGS = [
     ("nowhere.yaml", "no such config file"), ("docs", "is a folder"), ("", "is a folder"),
@@ -125,6 +126,9 @@ OTHERS = [
     (["copy", "docs", "https://example.com/x"], "https://example.com/x: nothing can be written there; name a bucket"),
     (["demo", "run=docs"], "run = docs: holds"),
     (["embed", "file.txt", "model", "--output", "x.npy"], "; model is an encoder, which comes first"),
+    (["report", "index", "--output", "docs"], "--output docs: holds "),
+    (["prepare", "good.yaml", "corpus.paths=[shards]"], "it is shards, without texts; name the documents"),
+    (["reproduce", "good.yaml"], "good.yaml is no item, which has a title and scales"),
     (["prepare", "good.yaml", "tokenizer=500"], "tokenizer = 500: must be a section with settings"),
 ]  # fmt: skip
 CASES = [

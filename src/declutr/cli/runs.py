@@ -54,16 +54,19 @@ def run_report(arguments: list[str]) -> int:
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
     check_there(options.folder)
-    if options.output and (problem := folder_problem(options.output)):
-        return refused(f"--output {options.output}: {problem}")
+    output = options.output
+    if output and (problem := folder_problem(output)):
+        return refused(f"--output {output}: {problem}")
+    if output and output.is_dir() and (foreign := sorted({path.name for path in output.iterdir()} - {"report.html"})):
+        return refused(f"--output {output}: holds {foreign[0]}; name a new folder")
     if len(options.folder) > 1 or (options.folder[0] / "config.yaml").is_file():
         from declutr.report.runs import write_runs_page
 
-        print(write_runs_page(options.folder, options.output))
+        print(write_runs_page(options.folder, output))
     else:
         from declutr.report.corpus import write_corpus_page
 
-        print(write_corpus_page(options.folder[0], options.output))
+        print(write_corpus_page(options.folder[0], output))
     return 0
 
 

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import fnmatch
 import glob
+import math
 import os
 import shutil
 from collections import Counter
@@ -23,8 +24,9 @@ from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_file, hash_json, write_text
 from declutr.embedding.note import Note, note_path, output_problem, parts_folder, read_note
 from declutr.embedding.passages import Cutter
-from declutr.embedding.pieces import Stored, earlier, group_pieces, joined_unit, stored_in, write_joined
+from declutr.embedding.pieces import Stored, earlier, joined_unit, stored_in, write_joined
 from declutr.embedding.units import (
+    MAX_UNITS,
     Coverage,
     EmbedConfig,
     EmbeddingSidecar,
@@ -46,7 +48,7 @@ from declutr.encoders.protocol import (
     unloadable,
     vectors_fingerprint,
 )
-from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.units import Unit, in_groups
 
 SMALL_MIB = 16  # input below which this process embeds, because Ray's start would take longer than it saves
 _MIB = 2**20
@@ -251,7 +253,10 @@ def _run(
     new = [number for number, identity in enumerate(identities) if identity not in known]
     if len(new) < len(pieces):
         get_logger().info("reusing %d of %d pieces of the inputs", len(pieces) - len(new), len(pieces))
-    groups = [[new[n] for n in group] for group in group_pieces([pieces[number] for number in new], config.unit_mib)]
+    unit_mib = config.unit_mib or max(1, math.ceil(sum(pieces[n].weight for n in new) / _MIB / MAX_UNITS))
+    # Neighbours fill batches together. Each is of another file, as two pieces of one file are larger, so a record's
+    # file tells its piece.
+    groups = in_groups(new, lambda n: pieces[n].weight, int(unit_mib * _MIB))
     units = [joined_unit(f"{name:05d}", [pieces[n] for n in group]) for name, group in enumerate(groups)]
     work = [(unit, hash_json([identities[n] for n in group])) for unit, group in zip(units, groups, strict=True)]
     existing = [finished(unit.name, identity, folder) for unit, identity in work]

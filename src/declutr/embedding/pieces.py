@@ -1,7 +1,6 @@
 """The rows of each piece of the input, of an earlier output or newly embedded, and the output that joins them."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,27 +15,10 @@ from numpy.typing import DTypeLike
 
 from declutr.common.storage import atomic_file
 from declutr.embedding.note import note_path
-from declutr.embedding.units import CHUNK_ROWS, MAX_UNITS, Piece
+from declutr.embedding.units import CHUNK_ROWS, Piece
 from declutr.pipeline.job.units import Unit
-from declutr.pipeline.readers.corpus import MIB
 
 _KEY = b"declutr.pieces"  # in the metadata of a Parquet file: each piece's identity and counts, in the order of rows
-
-
-def group_pieces(pieces: Sequence[Unit], unit_mib: float | None) -> list[list[int]]:
-    """Numbers of the pieces of each unit of work: neighbours of `unit_mib` MiB of text, which fill batches together.
-
-    Each is of another file, as two pieces of one file are larger, so a record's file tells its piece.
-    """
-    most_bytes = (unit_mib or max(1, math.ceil(sum(piece.weight for piece in pieces) / MIB / MAX_UNITS))) * MIB
-    groups, weight = list[list[int]](), 0
-    for number, piece in enumerate(pieces):
-        if not groups or weight + piece.weight > most_bytes:
-            groups.append([])
-            weight = 0
-        groups[-1].append(number)
-        weight += piece.weight
-    return groups
 
 
 def joined_unit(name: str, pieces: Sequence[Unit]) -> Unit:

@@ -195,7 +195,10 @@ def load_item(
         names = item_names()
         raise UsageError(f"no item {name}{suggest(name, names)}; the items are {', '.join(names)}")
     try:
-        return Item.model_validate(read_yaml_file(path))
+        values = read_yaml_file(path)
+        if isinstance(values, dict) and not {"title", "scales"} & values.keys():
+            raise UsageError(f"{path} is no item, which has a title and scales; `declutr train` takes a configuration")
+        return Item.model_validate(values)
     except YamlError as error:
         raise UsageError(f"{path} is not YAML that can be used: {error}") from error
     except ValidationError as error:
