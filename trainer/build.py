@@ -36,6 +36,7 @@ from declutr.trainer.model.language_model import (
     load_shapes,
     load_with_dropout_layers,
     max_span_tokens,
+    special_ids,
     vocabulary_of,
 )
 from declutr.trainer.model.layouts import fitting_layout
@@ -106,9 +107,7 @@ def load_tokenizer(
 
 def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     """The untrained encoder of a configuration, in a fitting layout; weights from scratch are equal on every worker."""
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-    ids = {name: getattr(tokenizer, name) for name in names}
-    hf = load_hf_config(config.encoder, len(tokenizer), ids)
+    hf = load_hf_config(config.encoder, len(tokenizer), special_ids(tokenizer))
     objectives = [task.objective for task in config.tasks().values()]
     load = load_with_dropout_layers if any(objective.sets_rates for objective in objectives) else load_model
     model, load_report = load(config.encoder, hf, config.seed)

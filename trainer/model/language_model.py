@@ -172,11 +172,17 @@ def load_hf_config(
     return hf
 
 
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """Ids of a tokenizer by their names in a configuration, for an encoder from scratch."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
 def load_shapes(config: EncoderConfig, tokenizer: Any) -> "PreTrainedModel":
     """The model of the encoder without weights, for its shapes; it takes no memory for them."""
     from transformers import AutoModelForMaskedLM
 
-    hf = load_hf_config(config, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
+    hf = load_hf_config(config, len(tokenizer), special_ids(tokenizer))
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.trust_remote_code)
     return model
