@@ -43,6 +43,7 @@ from declutr.pipeline.readers.lines import encoding_of
 from declutr.pipeline.readers.rows import BlobRows, FieldRows, TextRows, rows_of
 from declutr.pipeline.readers.skipped import (
     EXCLUDED,
+    SECOND,
     UNREADABLE,
     Skipped,
     advice_on,
@@ -201,6 +202,8 @@ def file_parts(
         inputs, problems = _corpus_files(corpus, skipped, rules)
     unique = dict[str, Input]()
     for file in sorted(inputs, key=lambda file: (file.entry, file.source, file.path)):
+        if file.path in unique:
+            skipped.add(SECOND, file.source)
         unique.setdefault(file.path, file)  # of a file and links to it, the first name counts
     sources = Counter(file.source for file in unique.values())
     files = [file if sources[file.source] == 1 else replace(file, source=file.path) for file in unique.values()]
@@ -248,7 +251,7 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             problems.append(f"corpus.paths: {entry!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
-            where = "check its bucket and folder" if is_remote(entry) else f"looked at {expand(entry).absolute()}"
+            where = "check the address" if is_remote(entry) else f"looked at {expand(entry).absolute()}"
             problems.append(f"corpus.paths: {entry!r} matches no file; {where}")
         idle = [pattern for pattern in idle if not any(f.searched and fnmatchcase(f.source, pattern) for f in matches)]
         usable: list[Input] = []

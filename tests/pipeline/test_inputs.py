@@ -71,7 +71,7 @@ def test_globs_and_single_files_of_a_store_are_read_and_missing_ones_named(bucke
     missing = [f"{root}/nothing{query}", f"{root}/data/*.csv{query}", f"s3://no-such-bucket/x{query}", "nosuch://x/y"]
     problems = file_parts(files(*missing), 1 << 20)[1]
     assert all(path in problem for path, problem in zip(missing, problems, strict=True))
-    says(problems, "s3://no-such-bucket/x", "matches no file", "check its bucket")
+    says(problems, "s3://no-such-bucket/x", "matches no file", "check the address")
     for name in ("a.jsonl", "b/b.jsonl", "c/c.jsonl"):
         Folder(f"{root}/three{query}").put(name, b'{"text": "one"}')
     for place, names in {"": "abc", "/*/*.jsonl": "bc", "/**/*.jsonl": "abc", "/b/*": "b", "/none/*": ""}.items():

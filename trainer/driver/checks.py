@@ -375,7 +375,7 @@ def corpora_remarks(plan: RunPlan, total_steps: int) -> Iterator[str]:
             yield (
                 f"data = {place}: it has {size:,} training {plan.manifest.noun}, of which a batch reads "
                 f"{of_batch:.3g}: {of_batch / size:.0%} of the batches reach into its next pass and may hold a row "
-                "twice, as its own negative; lower batch_documents or its weight"
+                "twice, as its own negative; add documents, or lower batch_documents or its weight"
             )
     if len(config.places) == 1 or plan.scored is not None or not config.validation.every_steps:
         return

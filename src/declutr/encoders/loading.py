@@ -102,6 +102,7 @@ def load_encoder(
                 raise EncoderError(f"{name}: {unused_here} has no effect on hashed words; remove it")
             return HashedWords(int(rest), seed)
         rest = str(expand(rest)) if rest.startswith("~") else rest
+        rest = str(Path(rest, EXPORT)) if Path(rest, EXPORT).is_dir() else rest
         loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)

@@ -216,7 +216,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except DataError:
         raise
     except (ValueError, csv.Error, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
-        kind = "CSV" if path.suffix in _CSV else "JSON Lines"
-        raise DataError(f"{path}: is not {kind} in UTF-8 ({error})") from error
+        kind, hint = ("CSV", "") if path.suffix in _CSV else ("JSON Lines", "; name a file of JSON Lines, .csv or .tsv")
+        raise DataError(f"{path}: is not {kind} in UTF-8 ({error}){hint}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
