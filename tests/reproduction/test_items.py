@@ -2,16 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 from encoderfiles import keys
 from folders import encoder_folder
 from papers import arguments, changed, refusal, write_item
 from scipy import stats
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from declutr.cli.main import main
 from declutr.common.bootstrap import item_errors
 from declutr.common.config import flat_keys
 from declutr.common.errors import UsageError
+from declutr.encoders.loading import load_encoder
 from declutr.reproduction import lower_layers
 from declutr.reproduction.item import item_names, load_item
 from declutr.reproduction.plan import ItemPlan
@@ -308,6 +310,11 @@ def test_lower_layers_are_those_of_the_source(tmp_path, capsys):
     assert cut.config.num_hidden_layers == len(cut.encoder.layer) == 1
     theirs = whole.state_dict()
     assert all(value.equal(theirs[name]) for name, value in cut.state_dict().items())
+    lower_layers.main([str(source), "0", str(tmp_path / "words")])
+    table = whole.get_input_embeddings().weight
+    ids = AutoTokenizer.from_pretrained(source)("a b c", add_special_tokens=False)["input_ids"]
+    means = load_encoder(tmp_path / "words").encode(["a b c"])
+    assert torch.allclose(torch.from_numpy(means[0]), table[ids].mean(dim=0), atol=1e-6)
     for folder, layers, target, parts in (
         (source, 9, "nine", ("9 layers", "has 2")), (tmp_path / "none", 1, "other", ("none has no config.json",)),
         (source, 1, "new", ("new exists already",)),
@@ -316,4 +323,4 @@ def test_lower_layers_are_those_of_the_source(tmp_path, capsys):
             lower_layers.main([str(folder), str(layers), str(tmp_path / target)])
         message = capsys.readouterr().err
         assert [part for part in parts if part not in message] == []
-    assert {path.name for path in tmp_path.iterdir()} == {"start", "new"}
+    assert {path.name for path in tmp_path.iterdir()} == {"start", "new", "words"}
