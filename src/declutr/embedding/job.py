@@ -153,8 +153,14 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
 
     output, folder = config.output, parts_folder(config.output)
     if folder.is_dir():
-        with _alone(folder, output):  # another command is named before the encoder is loaded
+        with _alone(folder, output):  # another command, or a damaged file, is named before the encoder is loaded
             pass
+    before = None
+    if output.is_file() and note_path(output).is_file():
+        with contextlib.suppress(UsageError):  # a note that is damaged is of no finished job
+            before = read_note(output)
+        if not before or hash_file(output) != before.sha256:
+            raise UsageError(f"--output {output}: its note is of another file; delete both, or name a new file")
     encoder = load_encoder(config.choice.model, **config.choice.model_dump(exclude={"model"}))
     document = in_role(encoder, "document")
     if config.choice.role is None and document is not encoder:
@@ -171,12 +177,6 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     if config.passages:
         Cutter(encoder)  # its refusal need not wait for a unit
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
-    before = None
-    if output.is_file() and note_path(output).is_file():
-        with contextlib.suppress(UsageError):  # a note that is damaged is of no finished job
-            before = read_note(output)
-        if not before or hash_file(output) != before.sha256:
-            raise UsageError(f"--output {output}: its note is of another file; delete both, or name a new file")
     if before and before.job == hash_json(identities) and (config.skip_bad or not before.skipped):
         get_logger().info("%s is already complete; nothing to embed", output)
         _remove_leftovers(folder, output)

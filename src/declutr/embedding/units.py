@@ -152,8 +152,6 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision
     """SHA-256 for each piece of its input, the encoder with its precision, and the settings for its embeddings."""
     # Fingerprint and units stand for what is left out, or it decides no number.
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib", "skip_bad"})
-    if not config.passages:  # as files of earlier versions were identified
-        settings = {name: value for name, value in settings.items() if name not in ("passages", "headings")}
     settings |= {"precision": precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
     return [
         hash_json([settings, hash_unit(unit), unit.input_state.model_dump() if unit.input_state else None])

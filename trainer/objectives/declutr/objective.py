@@ -246,7 +246,7 @@ class Declutr(Objective[DeclutrConfig]):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Loads the queue unless it is longer than `queue_size`."""
-        if unexpected := sorted(state.keys() - {"queue", "queue_documents"}):  # earlier versions saved the second one
+        if unexpected := sorted(state.keys() - {"queue"}):
             raise RuntimeError(f"unexpected {', '.join(unexpected[:3])}")
         queue = state.get("queue")
         self.queue = queue if queue is not None and len(queue) <= self.config.queue_size else None
