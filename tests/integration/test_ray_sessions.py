@@ -135,8 +135,9 @@ def test_rays_own_trainer_starts_the_workers_and_tune_sees_the_checkpoints(data,
     trainer = build_group(ScalingConfig(device="cpu"), tmp_path, {"device": "cpu"})
     assert type(trainer) is TorchTrainer
     assert isinstance(trainer.backend_config, TorchConfig)
-    allocator = trainer.run_config.worker_runtime_env["env_vars"]["LD_PRELOAD"]
-    assert Path(allocator).is_file(), "glibc's heap would grow with the steps"
+    variables = trainer.run_config.worker_runtime_env["env_vars"]
+    assert Path(variables["LD_PRELOAD"]).is_file(), "glibc's heap would grow with the steps"
+    assert "dirty_decay_ms:-1" in variables["MALLOC_CONF"], "the kernel would clear freed pages again"
     values = runs.finished_config(data, tmp_path / "run").model_dump(mode="json")
 
     def trial(settings):
