@@ -17,7 +17,7 @@ from declutr.common.paths import expand
 from declutr.pipeline.media.clips import frame_samples
 from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, load_manifest
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.shards import ShardSet, tokenizer_problem
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.config import TaskSettings, TrainConfig
@@ -98,6 +98,8 @@ def load_tokenizer(
     encoder: EncoderConfig | None = None,  # settings with the prompts before the spans; None: there are none
 ) -> tuple[Any, Vocabulary]:
     """The tokenizer that made the shards of a folder, and its ids."""
+    if problem := tokenizer_problem(folder):
+        raise ShardError(problem)
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
     if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
         raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")

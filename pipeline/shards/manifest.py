@@ -206,6 +206,8 @@ def load_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not folder.exists():
         raise ShardError(f"{folder}: no such folder; run `prepare` with this output")
+    if folder.is_file():
+        raise ShardError(f"{folder} is a file, not the output of `prepare`; name the folder of the shards")
     if not path.is_file():
         for place, what in _OTHERS.items():
             if (folder / place).exists():

@@ -1,5 +1,6 @@
 """Reading of memory-mapped shards: any documents in any order."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,6 +19,7 @@ from declutr.pipeline.shards.integrity import memory_problem, rows_problem, sche
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import (
     MANIFEST,
+    TOKENIZER,
     ListedShard,
     Manifest,
     Shard,
@@ -171,6 +173,8 @@ class _OpenShard:
             sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             if problem := schema_problem(reader.schema, kind):
                 raise ShardError(f"{path} is not a shard: {problem}; prepare the folder again")
+        except PermissionError as error:
+            raise ShardError(f"{path}: cannot be read ({error.strerror})") from error
         except (pa.ArrowException, OSError) as error:
             raise ShardError(f"{path} is not an Arrow file: {error}; prepare the folder again") from error
         self.schema, self._path, self._reader = reader.schema, path, reader
@@ -216,6 +220,8 @@ def check_shards(
     """Finds problems of prepared shards, one line each."""
     manifest = load_manifest(folder)
     written, problems = (folder / MANIFEST).stat().st_mtime_ns, list[str]()
+    if manifest.tokenizer and (problem := tokenizer_problem(folder)):
+        problems.append(problem)
     for shard in manifest.shards:
         shard_problems = _size_problems(folder, shard)
         if not shard_problems:
@@ -231,6 +237,19 @@ def check_shards(
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
     return problems
+
+
+def tokenizer_problem(folder: Path) -> str | None:
+    """A problem of the tokenizer beside prepared shards, by its files alone; None if there is none."""
+    place, again = folder / TOKENIZER, "run `prepare` with the same settings again, which makes it"
+    if not (files := sorted(place.glob("*.json"))):
+        return f"{place} is missing; {again}"
+    for file in files:
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            return f"{file} is damaged ({error}); delete {place}, and {again}"
+    return None
 
 
 def _size_problems(folder: Path, written: Shard | ListedShard | LedgerFile) -> list[str]:

@@ -168,7 +168,7 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("named.one.wieght=1", ("named.one.wieght", "unknown key", "`named.one.weight`")),
         ("weight=1", ("weight", "unknown key", "`named.NAME.weight`")),
         ("named.one=5", ("named.one = 5", "section")),
-        ("inner=", ("inner = None", "section", "inner={}")),
+        ("inner=", ("inner = None", "section", "inner.size")),
         ("train.name=", ("train.name", "unknown key", "`name`")),
         ("low=on", ("low = True", "number", "yes", "no", "on", "off")),
         ("inner.rate=.nan", ("inner.rate = nan", "finite")),

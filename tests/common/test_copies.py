@@ -29,6 +29,16 @@ def sent(folder, tmp_path):
     return folder, place
 
 
+def test_what_was_removed_or_cut_at_the_address_is_sent_again(sent, tmp_path):
+    remote = tmp_path / "remote/data"
+    assert Folder(sent[1]).send(sent[0]) == 0
+    (remote / "a.bin").write_bytes(b"a")
+    (remote / "deep/b").unlink()
+    assert Folder(sent[1]).send(sent[0]) == 2
+    assert fetch_all(Folder(sent[1]), tmp_path / "copy") == len(contents(sent[0]))
+    assert contents(tmp_path / "copy") == contents(sent[0])
+
+
 STRANGERS = {
     "a file in a new folder": lambda copy: spread(copy, {"report/report.html": b"mine"}),
     "a hidden file": lambda copy: spread(copy, {".env": b"mine"}),
@@ -140,7 +150,7 @@ def test_an_unfinished_preparation_is_not_fetched(tmp_path, capsys):
     (folder / "plan.json").write_text("{}")
     (folder / "train-0.arrow").write_bytes(b"x")
     assert main([f"file://{folder}", str(tmp_path / "copy")]) == 1
-    says(capsys.readouterr().err, "unfinished preparation", "nothing")
+    says(capsys.readouterr().err, "unfinished preparation", "not sent by")
     assert not (tmp_path / "copy").exists()
     Folder(f"file://{tmp_path}/remote/whole").send(folder)
     assert main([f"file://{tmp_path}/remote/whole", str(tmp_path / "copy")]) == 0

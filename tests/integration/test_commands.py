@@ -23,6 +23,8 @@ from declutr.common.errors import CheckpointError, ConfigError, RunLockedError, 
 from declutr.common.lock import RunLock
 from declutr.common.storage import read_json
 from declutr.encoders.loading import load_encoder
+from declutr.inspection.describe import decoder
+from declutr.pipeline.shards.shards import check_shards
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.checkpoints import checkpoint
@@ -99,15 +101,20 @@ def test_shards_of_another_tokenizer_are_refused_also_if_it_is_in_the_place_of_t
 @pytest.mark.parametrize(
     ("name", "damage", "facts"),
     [
-        ("train-00000.arrow", lambda path: path.write_bytes(path.read_bytes()[:-60] + bytes(60)), "not an Arrow"),
+        ("train-00000.arrow", lambda path: path.write_bytes(path.read_bytes()[:-60] + bytes(60)), ("not an Arrow",)),
         ("train-00000.arrow", flip_a_bit, ("damaged", "SHA-256")),
-        ("tokenizer", shutil.rmtree, ()),
+        ("tokenizer", shutil.rmtree, ("is missing; run `prepare` with the same settings again",)),
+        ("tokenizer/tokenizer.json", lambda path: path.write_text("{"), ("is damaged", "delete")),
     ],
 )
 def test_a_shard_that_was_changed_in_place_or_a_lost_tokenizer_is_named(run_bad, broken, name, damage, facts):
     damage(broken / name)
     (line,) = run_bad(folder=broken)
-    says(line, broken / name, facts)
+    says(line, broken / name, *facts)
+    if name.startswith("tokenizer"):
+        says(check_shards(broken), broken / name, *facts)
+        with pytest.raises(ShardError, match=re.escape(str(broken / name))):  # and not the hub's answer
+            decoder(broken)
 
 
 def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):

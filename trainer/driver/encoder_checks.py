@@ -10,6 +10,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, DamagedError, EncoderError, UsageError
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.pipeline.shards.shards import tokenizer_problem
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.build import build_encoder, build_frontend, build_objective
 from declutr.trainer.build import load_tokenizer as tokenizer_of_shards
@@ -51,6 +52,8 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
     if info is None:  # images or audio, which kind_problem reports
         return []
     folder = plan.data[task.name][0] / TOKENIZER
+    if problem := tokenizer_problem(folder.parent):
+        return [f"data = {task.places[0]}: {problem}"]
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:

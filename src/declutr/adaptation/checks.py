@@ -146,6 +146,8 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     for path in (Path(path).resolve() for path in config.corpus if "://" not in path):
         if not path.exists() and not glob.has_magic(str(path)):
             yield f"CORPUS: {path}: no such file or folder"
+        if (path / "modules.json").is_file():
+            yield f"CORPUS: {path}: is an encoder; name documents"
         if output.resolve().is_relative_to(path):
             yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
     searched = [path for path in config.corpus if glob.has_magic(path)]

@@ -43,6 +43,8 @@ def run_demo(arguments: list[str]) -> int:
     # before the corpus is prepared, and before torch is loaded
     data = load_config(options.config, "prepare", PipelineConfig, (), look_for_data)
     settings = load_config(options.config, "train", TrainConfig, options.overrides)
+    if settings.data != data.output:
+        raise UsageError(f"data = {settings.data}: the demo trains on what it prepares; `declutr train` takes others")
     if problem := run_problem(settings.run):
         raise UsageError(f"run = {settings.run}: {problem}")
     from declutr.common.storage import write_json

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from declutr.cli import Parser
 from declutr.common.errors import ConfigError, DataError, EncoderError, UsageError, missing_extra, suggest
+from declutr.common.lock import LOCK
 from declutr.common.paths import check_there, expand, folder_problem, listed, path_argument
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ def _check_options(options: argparse.Namespace) -> None:
     names = [*options.encoders, *([options.pretrained] if options.pretrained else [])]
     if names and (problem := folder_problem(options.output)):
         problems.append(f"--output {options.output}: {problem}")
+    elif names and options.output.is_dir() and not _file_states(options.output):
+        foreign = sorted({path.name for path in options.output.iterdir()} - {LOCK})
+        problems += [f"--output {options.output}: holds {name}, not scores; name a new folder" for name in foreign[:1]]
     if options.download is not None and options.download.is_file():
         problems.append(f"--download {options.download}: is a file; name a folder")
     problems += [problem for name in names if (problem := unloadable(name))]

@@ -55,6 +55,8 @@ def run_report(arguments: list[str]) -> int:
         return refused(lack)
     check_there(options.folder)
     output = options.output
+    if output and output.suffix == ".html":
+        return refused(f"--output {output}: is a folder, in which report.html is written; name one")
     if output and (problem := folder_problem(output)):
         return refused(f"--output {output}: {problem}")
     if output and output.is_dir() and (foreign := sorted({path.name for path in output.iterdir()} - {"report.html"})):

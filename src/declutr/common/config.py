@@ -20,6 +20,7 @@ AnyPrecision = Literal["auto", "fp32", "bf16"]
 _MAX_DEPTH = 64  # as in a file (`MAX_DEPTH` of yamlfile.py)
 _CURLY = "“”„‘’"  # quotation marks of word processors and web pages, which no shell removes
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
+_MOST_NAMED = 4  # settings of a section in a message
 
 
 class Strict(BaseModel):
@@ -251,7 +252,9 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
         else:
             prefix, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
             if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
-                message = f"must be a section with settings; {key}={{}} is one with the defaults"
+                keys = dict.fromkeys(name for section in below((model,), path) for name in section.model_fields)
+                shown = ", ".join(f"{key}.{name}" for name in [*keys][:_MOST_NAMED])
+                message = f"must be a section with settings: {shown}{', ...' if len(keys) > _MOST_NAMED else ''}"
             elif item["input"] is None:
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":

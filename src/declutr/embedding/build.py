@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from declutr.common import seeding
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand, folder_problem
+from declutr.common.paths import expand, folder_above, folder_problem
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding import INDEX
 from declutr.embedding.index import NO_TEXT, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, check_weight
@@ -114,6 +114,8 @@ def index(
     note = read_note(file)
     if folder.exists():
         raise UsageError(f"--output {folder}: exists already; name another folder")
+    if place := folder_above(folder, note.config.inputs):
+        raise UsageError(f"--output {folder}: is in the input {place}; name a folder elsewhere")
     for option, path in (("output", folder), ("parquet", map_file)):
         if path and (problem := folder_problem(path.absolute().parent)):
             raise UsageError(f"--{option} {path}: {problem}")

@@ -22,7 +22,7 @@ from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.lookup import entries_at, find_entries
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, load_manifest
-from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.shards import ShardSet, check_shards, tokenizer_problem
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
@@ -60,6 +60,8 @@ def row_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
 
 def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
     """A function from tokens to text, with specials; without transformers, whose import outlasts a look at shards."""
+    if problem := tokenizer_problem(shards):
+        raise ShardError(problem)
     file = shards / TOKENIZER / _FILE
     if not file.is_file():  # a tokenizer that is only implemented in Python
         from transformers import AutoTokenizer

@@ -54,8 +54,11 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with a message."""
         options = [option for option in self._option_string_actions if option not in ("-h", "--help")]
         words = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
+        by_place = {action.dest for action in self._actions if not action.option_strings}
         for word in words:
-            if word not in (*options, "--help"):
+            if (name := word[2:].replace("-", "_")) in by_place:
+                message += f"; {name.upper()} is given by its place, without {word}"
+            elif word not in (*options, "--help"):
                 message += suggest(word, options).replace("; did", f"; {word} is unknown, did")
                 if any(action.metavar == "key=value" for action in self._actions):
                     message += f"; a setting has no dashes: {word.lstrip('-').replace('-', '_')}=VALUE"

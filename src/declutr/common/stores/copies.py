@@ -32,8 +32,8 @@ def fetch_all(remote: Folder, local: Path) -> int:
         raise FileNotFoundError(f"{remote.url}: nothing found; check the address")
     if PLAN in available and available[PLAN] is None:  # the list of a finished output names it, with its checksum
         raise RemoteError(
-            f"{remote.url} holds an unfinished preparation, so nothing was fetched; repeat its `declutr prepare`, or "
-            "delete it"
+            f"{remote.url} has no list of its files: it is an unfinished preparation (repeat its `declutr prepare`) or "
+            "was not sent by `declutr copy` (fetch it as it was sent)"
         )
     if local.exists() and not local.is_dir():
         raise RemoteError(f"{local} is a file; name a folder")
@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("copy")
     folders = [expand(place) for place in (source, target) if not is_remote(place)]
     if len(folders) != 1:
-        what = "neither is an address: use `cp -r`" if folders else "both are addresses: copy to a folder, then from it"
+        here = "neither is an address: use `cp -r`, or rsync for another host"
+        what = here if folders else "both are addresses: copy to a folder, then from it"
         raise NotADirectoryError(f"{source}, {target}: {what}")
     folder = folders[0]
     if target.startswith(("http://", "https://")):

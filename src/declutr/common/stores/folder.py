@@ -203,12 +203,13 @@ class Folder:
         """
         new = records(local)
         refuse_names(new, str(local))
-        old = self.listing()
-        if old == new:
+        old, there = self.listing(), self.sizes()  # a listed file may have been removed or cut since
+        whole = {name: record for name, record in (old or {}).items() if there.get(name) == record.num_bytes}
+        if whole == new and old == new:
             return 0
         if old is not None:  # marks the folder as incomplete until the new list is written
             self.delete(LISTING)
-        sent = [name for name in new if old is None or old.get(name) != new[name]]
+        sent = [name for name in new if whole.get(name) != new[name]]
         for name in sent:
             self.put(name, local / name)
         self.commit(new)
