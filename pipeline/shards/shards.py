@@ -220,8 +220,6 @@ def check_shards(
     """Finds problems of prepared shards, one line each."""
     manifest = load_manifest(folder)
     written, problems = (folder / MANIFEST).stat().st_mtime_ns, list[str]()
-    if manifest.tokenizer and (problem := tokenizer_problem(folder)):
-        problems.append(problem)
     for shard in manifest.shards:
         shard_problems = _size_problems(folder, shard)
         if not shard_problems:

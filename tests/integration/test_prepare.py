@@ -133,6 +133,9 @@ def test_the_same_command_again_changes_nothing_and_other_settings_or_inputs_are
     with pytest.raises(ConfigError, match=all_of("other inputs", "1 of")):
         prepare(config_of(corpus, folder))
     extra.unlink()
+    shutil.rmtree(folder / "tokenizer")
+    assert prepare(config_of(corpus, folder)) == manifest
+    assert checksums(folder) == before, "the tokenizer is made again"
     # The state of the inputs goes with a unit from its candidates to what is kept of them.
     changed = corpus / "a.jsonl"
     content, times = changed.read_bytes(), changed.stat()

@@ -66,7 +66,8 @@ def test_shards_of_other_sizes_numbers_or_bytes_than_in_the_manifest_are_named(t
     assert main(["inspect", str(folder)]) == 1
     shown = capsys.readouterr()
     says(shown.out, "PROBLEM", "train-00001.arrow")
-    says(shown.err, f"{folder}: problems, named above: 2")
+    says(shown.out, "PROBLEM", "tokenizer is missing")
+    says(shown.err, f"{folder}: problems, named above: 3")
     folder = write(tmp_path / "other")
     path = folder / "train-00001.arrow"
     data = bytearray(path.read_bytes())
