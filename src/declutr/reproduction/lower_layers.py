@@ -28,11 +28,13 @@ def main(arguments: list[str] | None = None) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     with silence():
-        model = AutoModel.from_pretrained(options.source, dtype=torch.float32)
+        # False, because None would ask at a terminal whether code beside the weights may run
+        model = AutoModel.from_pretrained(options.source, dtype=torch.float32, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(options.source, trust_remote_code=False)
         if not options.layers:
             with atomic_folder(options.target) as aside:
                 save_file({WEIGHT: model.get_input_embeddings().weight.detach().contiguous()}, aside / TABLE)
-                AutoTokenizer.from_pretrained(options.source).backend_tokenizer.save(str(aside / "tokenizer.json"))
+                tokenizer.backend_tokenizer.save(str(aside / "tokenizer.json"))
                 module = {"idx": 0, "name": "0", "path": "", "type": f"sentence_transformers.models.{MODULE}"}
                 write_json(aside / "modules.json", [module])
             return
@@ -42,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         model.config.num_hidden_layers = options.layers  # or a load would draw the layers that are gone
         with atomic_folder(options.target) as aside:
             model.save_pretrained(aside)
-            AutoTokenizer.from_pretrained(options.source).save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
 
 
 if __name__ == "__main__":
