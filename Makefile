@@ -40,11 +40,11 @@ $(STAMP): requirements.lock constraints.txt pyproject.toml
 	@touch $(STAMP)
 	$(STEP) done"
 
-demo: setup ## corpus, shards, training, encoder, verdict, five searches: at most 8 minutes on 2 CPU cores
+demo: setup ## corpus, shards, training, encoder, verdict, five searches: at most 6 minutes on 2 CPU cores
 	$(BIN)/declutr demo
 
 # Two processes of tests, a file of tests in one of them: most of the time is imports, on one core.
-test: setup ## every test but those of `make nightly`: about 18 minutes on 2 CPU cores
+test: setup ## every test but those of `make nightly`: about 12 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 nightly: setup ## what takes an hour and longer: the fault matrix, three hosts, steps of an imitated GPU, frozen figures; needs root
