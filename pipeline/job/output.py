@@ -37,8 +37,8 @@ from declutr.pipeline.readers.input_state import InputState, digest_parts
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.content import AnyContent
 from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
-from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar, load_manifest
-from declutr.pipeline.shards.shards import check_shards, tokenizer_problem
+from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
+from declutr.pipeline.shards.shards import check_shards
 from declutr.pipeline.texts import texts_of
 from declutr.pipeline.tokenizer.batch_tokenizer import EngineName, choose_engine
 from declutr.pipeline.tokenizer.tokenization import (
@@ -101,8 +101,7 @@ class Output:
 
     def is_complete(self) -> bool:
         """Returns True if the output has a manifest and everything in it, after removing leftovers of its work."""
-        whole = (self.folder / MANIFEST).exists() and not check_shards(self.folder)
-        whole = whole and not (load_manifest(self.folder).tokenizer and tokenizer_problem(self.folder))
+        whole = (self.folder / MANIFEST).exists() and not check_shards(self.folder, tokenizer=True)
         if whole:  # a stop may have left what `complete` removes
             self.complete()
         return whole

@@ -216,6 +216,7 @@ def check_shards(
     # reads every byte, compares checksums, and checks all offsets, windows, texts and token ids. Otherwise only sizes
     # and Arrow footers are checked, and the contents of shards that were modified after the manifest.
     full: bool = False,
+    tokenizer: bool = False,  # looks at the files of the tokenizer, too
 ) -> list[str]:
     """Finds problems of prepared shards, one line each."""
     manifest = load_manifest(folder)
@@ -234,6 +235,8 @@ def check_shards(
         problems += shard_problems
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
+    if tokenizer and manifest.tokenizer and (problem := tokenizer_problem(folder)):
+        problems.append(problem)
     return problems
 
 

@@ -157,8 +157,7 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:16]}"
         yield f"  tokenizer: {made_by}"
-    problems = check_shards(path, full=True)  # reads every byte
-    problems += filter(None, [tokenizer_problem(path) if tokenizer else None])
+    problems = check_shards(path, full=True, tokenizer=True)  # reads every byte
     yield from (f"  PROBLEM: {problem}" for problem in problems)
     if problems:  # rows of damaged shards may be anything
         raise ShardError(f"{path}: problems, named above: {len(problems)}")

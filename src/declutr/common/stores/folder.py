@@ -203,9 +203,10 @@ class Folder:
         """
         new = records(local)
         refuse_names(new, str(local))
-        old, there = self.listing(), self.sizes()  # a listed file may have been removed or cut since
+        old = self.listing()
+        there = self.sizes() if old else {}  # a listed file may have been removed or cut since
         whole = {name: record for name, record in (old or {}).items() if there.get(name) == record.num_bytes}
-        if whole == new and old == new:
+        if whole == old == new:
             return 0
         if old is not None:  # marks the folder as incomplete until the new list is written
             self.delete(LISTING)
