@@ -1,5 +1,6 @@
 """Configuration of `prepare`, composed of sections that are defined next to the code they configure."""
 
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -224,6 +225,8 @@ def output_place_problems(
 
 def found_again(output: str, inputs: Sequence[str], written: Sequence[str]) -> list[str]:
     """A problem for each input that holds an output, or whose pattern finds a file that is written there."""
+    if not is_remote(output) and _path_problem(output):
+        return []  # which is said elsewhere
     here, kind = _place(output), "address" if is_remote(output) else "folder"
     return [
         f"is inside the input {path!r}, so the same command would read its own files as input; name another {kind}"
@@ -235,7 +238,9 @@ def found_again(output: str, inputs: Sequence[str], written: Sequence[str]) -> l
 
 def _place(path: str) -> str:
     """A folder without links or an address without options, with one slash at its end."""
-    place = path.partition("?")[0] if is_remote(path) else str(expand(path).resolve())  # a link may lead into an input
+    place = (
+        path.partition("?")[0] if is_remote(path) else os.path.realpath(expand(path))
+    )  # a link may lead into an input
     return f"{place.rstrip('/')}/"
 
 

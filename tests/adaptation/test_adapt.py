@@ -240,7 +240,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "no such file")),
         (encoder, "out", {"text_field": ["body"]}, ("--text-field", "body", "long.jsonl")),
         (encoder, "docs", {}, ("--output", "holds long.jsonl", "new folder")),
-        (encoder, "docs/out", {}, ("--output", "in the corpus", "elsewhere")),
+        (encoder, "docs/out", {}, ("--output", "inside the input", "another folder")),
         (encoder, "docs/out", {"corpus": docs / "**/*.md"}, ("--output", "inside the input", "another folder")),
         (tmp_path / "run", "out", {}, ("run is a run", "name the folder `export`")),
         (docs, "out", {"corpus": encoder}, (f"{encoder} is an encoder", "comes first", "ENCODER CORPUS")),

@@ -133,7 +133,7 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
     words = ["embed", "hashed-words:8", str(folder / pattern), "--output", str(folder / output), *more]
     assert main(words) == status
     if status:
-        says(capsys.readouterr().err, "--output", output, "is in the input")
+        says(capsys.readouterr().err, "--output", output, "is inside the input")
         assert {path.name for path in folder.iterdir()} == {"a[1].jsonl", "b.jsonl"}
     else:
         assert build_index(folder / output, tmp_path / "index").facts.rows == (2 if pattern[0] == "*" else 1)
@@ -279,7 +279,7 @@ def test_map_in_a_place_that_is_in_use_or_of_no_text_is_refused(tmp_path, refuse
     before = output.read_bytes()
     for name, words in (
         ("map.csv", "must end in .parquet"), ("out.parquet", "exists already"),
-        ("index/map.parquet", "folder of the index"), ("in/map.parquet", "is in the input"),
+        ("index/map.parquet", "folder of the index"), ("in/map.parquet", "is inside the input"),
     ):  # fmt: skip
         command = ["index", str(output), "--output", str(tmp_path / "index"), "--parquet", str(tmp_path / name)]
         refused(command, "--parquet", name, words)

@@ -148,10 +148,7 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
             yield f"CORPUS: {path}: no such file or folder"
         if (path / "modules.json").is_file():
             yield f"CORPUS: {path}: is an encoder; name documents"
-        if output.resolve().is_relative_to(path):
-            yield f"--output {output}: is in the corpus {path}, whose files are documents; name a folder elsewhere"
-    searched = [path for path in config.corpus if glob.has_magic(path)]
-    for problem in found_again(str(output), searched, _WRITTEN):
+    for problem in found_again(str(output), config.corpus, _WRITTEN):
         yield f"--output {output}: {problem}"
 
 
@@ -184,7 +181,7 @@ def check_places(config: AdaptConfig, output: Path, address: str | None) -> tupl
                     f"{_ANSWERS[2 + config.train_on_pairs]} answers or more, or none to use passages of the documents"
                 )
         except DataError as error:
-            problems.append(str(error))
+            problems.append(f"--pairs {str(error).removeprefix('--pairs ')}")
     elif config.train_on_pairs:
         problems.append("--train-on-pairs: needs --pairs FILE")
     if config.train_on_pairs and config.steps == 0:

@@ -85,12 +85,6 @@ def check_there(paths: Iterable[str | os.PathLike[str] | None]) -> None:
         raise UsageError("\n".join(problems))
 
 
-def folder_above(path: Path, inputs: Iterable[str]) -> str | None:
-    """The first folder of these inputs in which a path is, so that it would be read with them; None without one."""
-    real, folders = Path(os.path.realpath(path)), [place for place in inputs if Path(place).is_dir()]
-    return next((place for place in folders if real.is_relative_to(os.path.realpath(place))), None)
-
-
 def folder_problem(folder: Path) -> str | None:
     """The reason why a folder cannot be created or written to; None if it can.
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from declutr.common import seeding
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand, folder_above, folder_problem
+from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding import INDEX
 from declutr.embedding.index import NO_TEXT, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, check_weight
-from declutr.embedding.job import would_read
+from declutr.embedding.job import read_again
 from declutr.embedding.note import Note, finite_vectors, read_note, unit_vectors
 from declutr.embedding.pieces import write_npy_header
 from declutr.embedding.postings import write_words
@@ -45,6 +45,7 @@ from declutr.embedding.weights import WeightChoice, choose_weight
 from declutr.encoders.protocol import unit_rows
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.evaluation.retrieval.pairs import read_pairs
+from declutr.pipeline.config import found_again
 from declutr.pipeline.job.units import Unit, UnitReader, plan_units
 from declutr.pipeline.readers.corpus import Document
 from declutr.trainer.data.plan import permute
@@ -114,11 +115,11 @@ def index(
     note = read_note(file)
     if folder.exists():
         raise UsageError(f"--output {folder}: exists already; name another folder")
-    if place := folder_above(folder, note.config.inputs):
-        raise UsageError(f"--output {folder}: is in the input {place}; name a folder elsewhere")
     for option, path in (("output", folder), ("parquet", map_file)):
         if path and (problem := folder_problem(path.absolute().parent)):
             raise UsageError(f"--{option} {path}: {problem}")
+    for problem in found_again(str(folder), note.config.inputs, []):
+        raise UsageError(f"--output {folder}: {problem}")
     if pairs is not None:
         read_pairs(expand(pairs, "pairs"))  # its problems need not wait for the encoder
         from declutr.encoders.loading import encoder_of_index  # loads torch
@@ -195,9 +196,8 @@ def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int
         raise UsageError(f"--parquet {map_file}: exists already; name another file")
     if map_file.resolve().is_relative_to(output.resolve()):
         raise UsageError(f"--parquet {map_file}: is in the folder of the index; name a file elsewhere")
-    for path in (path for path in config.inputs if "://" not in path):
-        if would_read(path, config, [map_file]):
-            raise UsageError(f"--parquet {map_file}: is in the input {path}; name a file elsewhere")
+    if problem := read_again(config, [map_file]):
+        raise UsageError(f"--parquet {map_file}: {problem}")
     if not rows:
         raise UsageError(f"--parquet {map_file}: {NO_TEXT}; omit it")
 

@@ -5,8 +5,6 @@ Until the output is complete, a hidden folder next to it holds a part and a side
 
 import contextlib
 import fcntl
-import fnmatch
-import glob
 import math
 import os
 import shutil
@@ -48,6 +46,7 @@ from declutr.encoders.protocol import (
     unloadable,
     vectors_fingerprint,
 )
+from declutr.pipeline.config import found_again
 from declutr.pipeline.job.units import Unit, in_groups
 
 SMALL_MIB = 16  # input below which this process embeds, because Ray's start would take longer than it saves
@@ -92,10 +91,12 @@ def embed(
         for key, kind in (("choice", EncoderChoice), ("shape", Shape))
     }
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
-    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in values if name not in flat]:
+    known = f"; known here: {', '.join(name for name in flat if name not in ('choice', 'shape'))}"
+    if unknown := [f"{name}: unknown key{suggest(name, flat) or known}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
     if problem := unloadable(str(model)):
         encoders = [path for path in values["inputs"] if Path(path).is_dir() and not no_encoder(Path(path))]
+        encoders += [name for name in values["inputs"] if name.startswith("hashed-words")]
         raise EncoderError(problem + "".join(f"; {path} is an encoder, which comes first" for path in encoders[:1]))
     try:
         config = load_config(parts | values, "embed", EmbedConfig)
@@ -108,9 +109,8 @@ def embed(
     if Path(choice.model).exists():
         choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
     config = config.model_copy(update={"inputs": places, "choice": choice, "output": config.output.absolute()})
-    for path in (path for path in config.inputs if "://" not in path):
-        if would_read(path, config, [config.output, note_path(config.output)]):
-            raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
+    if config.output.name and (problem := read_again(config, [config.output, note_path(config.output)])):
+        raise UsageError(f"--output {config.output}: {problem}")
     try:
         units = plan(config)
         if problem := output_problem(config.output):
@@ -122,29 +122,12 @@ def embed(
         raise UsageError(f"{config.output}: {error}{_CONTINUE if has_units else ''}") from error
 
 
-def would_read(path: str, config: EmbedConfig, files: Sequence[Path]) -> bool:
-    """True if a later command would read one of the files, an output and its notes, as texts of this local input."""
-    output, *notes = (Path(os.path.realpath(file)) for file in files)  # `resolve` fails for a link to itself
-    source = Path(path)
-    if output == (real := Path(os.path.realpath(source))):
-        return True
-    if output.suffix != ".parquet" and config.format == "auto":
-        return False
-    if source.exists() or not glob.has_magic(path):
-        return output.is_relative_to(real)
-    num_plain = next(number for number, part in enumerate(source.parts) if glob.has_magic(part))
-    plain, pattern = Path(*source.parts[:num_plain]).resolve(), source.parts[num_plain:]
-    places = [place.relative_to(plain).parts for place in (output, *notes) if place.is_relative_to(plain)]
-    return any(_matches(place, pattern) for place in places)
-
-
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """True if the components of a path match those of a pattern, in which `**` stands for any number of them."""
-    if not pattern:
-        return not names
-    if pattern[0] == "**":
-        return any(_matches(names[number:], pattern[1:]) for number in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+def read_again(config: EmbedConfig, files: Sequence[Path]) -> str | None:
+    """The problem of files, an output and its notes, that a later command would read as texts of its inputs."""
+    inputs = config.inputs
+    if files[0].suffix != ".parquet" and config.format == "auto":  # no text, unless it is an input
+        inputs = [path for path in inputs if os.path.realpath(path) == os.path.realpath(files[0])]
+    return next((problem for file in files for problem in found_again(str(file), inputs, [""])), None)
 
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:

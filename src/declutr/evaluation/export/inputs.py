@@ -11,9 +11,10 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict
 from declutr.common.errors import DataError, UsageError, missing_extra
-from declutr.common.paths import folder_above, folder_problem
+from declutr.common.paths import folder_problem
 from declutr.encoders.protocol import unloadable
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
+from declutr.pipeline.config import found_again
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, TextField
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
@@ -72,8 +73,9 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(f"--output {config.output}: exists already; name another folder")
     elif problem := folder_problem(config.output.absolute().parent):
         problems.append(f"--output {config.output}: {problem}")
-    elif place := folder_above(config.output, config.corpus):
-        problems.append(f"--output {config.output}: is in the corpus {place}; name a folder elsewhere")
+    problems += [
+        f"--output {config.output}: {problem}" for problem in found_again(str(config.output), config.corpus, [])
+    ]
     needless = ("max_tokens",) if config.to == "static" else ("vocabulary_size", "dimensions")
     for name in needless:
         if name in config.model_fields_set and getattr(config, name) is not None:
