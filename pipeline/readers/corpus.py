@@ -286,7 +286,7 @@ def missing(names: Names, present: Sequence[str], what: str = "column") -> str |
         if name not in present:
             # a surrogate cannot be written
             whole = [item.encode("utf-8", "backslashreplace").decode() for item in present]
-            hint = suggest(name, whole)
+            hint = suggest(name, whole) if "," not in name else ""
             if what == "column" and "".join(whole).startswith("{"):
                 hint = "; its lines are JSON: set corpus.format to jsonl"
             elif len(whole) == 1 and "\t" in whole[0]:  # the header was not cut

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ _LARGEST_GROWTH = 2  # largest growth: two bytes of UTF-16 become at most three 
 _LEAST_BYTES = 4  # a character of UTF-32
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")
+_HEAD_BYTES, _LEAST_LINES = 1 << 18, 2  # a single line may describe the others
 _CONTINUATION_BYTES = 3  # of the longest character
 
 
@@ -76,6 +77,19 @@ def documents(raw: Buffer, source: str, row: int, max_bytes: int) -> Records:
 def encoding_of(head: bytes) -> str | None:
     """The encoding of the byte order mark at the start of a file, unless it is UTF-8."""
     return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), None)
+
+
+def keys_of_lines(file: BinaryIO) -> list[str]:
+    """Keys of the objects in the first whole lines of JSON Lines; none if there are under two, or other values."""
+    file.seek(0)
+    try:
+        whole = file.read(_HEAD_BYTES).rpartition(b"\n")[0].decode().removeprefix("\ufeff")
+        values = [json.loads(line) for line in whole.split("\n") if line.strip()]
+    except (ValueError, RecursionError):  # counted when the file is read
+        return []
+    if len(values) < _LEAST_LINES or not all(isinstance(value, dict) for value in values):
+        return []
+    return list(dict.fromkeys(key for value in values for key in value))
 
 
 def as_utf8(stream: ByteStream, encoding: str) -> ByteStream:

@@ -35,11 +35,12 @@ from declutr.pipeline.readers.corpus import (
     Part,
     Rules,
     bare_suffix,
+    missing,
     rules_of,
 )
 from declutr.pipeline.readers.files import Head
 from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
-from declutr.pipeline.readers.lines import encoding_of
+from declutr.pipeline.readers.lines import encoding_of, keys_of_lines
 from declutr.pipeline.readers.rows import BlobRows, FieldRows, TextRows, rows_of
 from declutr.pipeline.readers.skipped import (
     EXCLUDED,
@@ -251,7 +252,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             problems.append(f"corpus.paths: {entry!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
-            where = "check the address" if is_remote(entry) else f"looked at {expand(entry).absolute()}"
+            where = "check the address" if is_remote(entry) else f"looked at {(place := expand(entry)).absolute()}"
+            where += ", a link to nothing" if not is_remote(entry) and place.is_symlink() else ""
             problems.append(f"corpus.paths: {entry!r} matches no file; {where}")
         idle = [pattern for pattern in idle if not any(f.searched and fnmatchcase(f.source, pattern) for f in matches)]
         usable: list[Input] = []
@@ -315,7 +317,10 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if file_format == "parquet" or (file_format == "arrow" and head.data.startswith(b"ARROW1")):
                 return _cut_table(file, opened, file_format, rules, part_bytes)
             if file_format in ("jsonl", "text") and rules.max_file_bytes is None and encoding_of(head.data) is None:
-                return Cut(_cut_ranges(file, file_format, part_bytes))
+                keys = [] if rules.keys or file_format == "text" or is_remote(file.path) else keys_of_lines(opened)
+                problem = missing(rules.text_names, keys, "key") if keys else None
+                ranges = _cut_ranges(file, file_format, part_bytes)
+                return Cut(ranges, problem and _column_problem(file, TextRows(rules), problem))
             delimiter = None if rules.keys else DELIMITERS.get(file_format)
             if delimiter and (problem := header_problem(head.data, rules, delimiter)):
                 return Cut([_whole(file, 0)], _column_problem(file, TextRows(rules), problem))

@@ -12,6 +12,7 @@ from declutr.cli.main import main
 FILES = {
     "a.txt": "Bread is baked.\n\nBoats float.\n",
     "body.jsonl": '{"body": "a", "id": 1}\n{"body": "b", "id": null}\n',
+    "one.jsonl": '{"body": "a"}\n',
     "ids.jsonl": '{"text": "a", "id": 1.5}\n',
     "good.jsonl": '{"text": "a", "id": "1"}\n',
     "array.jsonl": '[{"text": "a"}]\n',
@@ -49,7 +50,8 @@ WRONG = [
     (["embed", HW, "loop", *OUT], ("input", "loop", "matches no file")),
     (["embed", HW, "a.txt", *PARQUET, "--id-field", "id"], ("--id-field id", "a.txt", "no keys or columns")),
     (["embed", HW, "folder", *PARQUET, "--id-field", "id"], ("--id-field id", "a.md", "no keys or columns")),
-    (["embed", HW, "body.jsonl", *OUT], ("body.jsonl", "found body, id", "--text-field names", "--skip-bad skips")),
+    (["embed", HW, "body.jsonl", *OUT], ("--text-field = text", "body.jsonl", "no key 'text'", "found body, id")),
+    (["embed", HW, "one.jsonl", *OUT], ("one.jsonl", "found body", "--text-field names", "--skip-bad skips")),
     (["embed", HW, "array.jsonl", *OUT], ("array.jsonl", "a list", "one JSON array, set --format to json")),
     (["embed", HW, "picture.png", *OUT], ("picture.png", "unknown", "no text; name files with texts")),
     (["embed", HW, "ids.jsonl", *PARQUET, "--id-field", "id"], ("a number. --id-field names", "--skip-bad")),
@@ -103,7 +105,7 @@ def test_files_that_embed_leaves_out_and_embeddings_that_it_replaces_are_named(p
     facts = "out.npy: was made with model = hashed-words:64, not hashed-words:32, normalise = False, not True; name"
     says(capsys.readouterr().err, "--output", facts)
     assert main(["embed", HW, "a.txt", *OUT]) == 0
-    assert main(["embed", HW, "body.jsonl", *PARQUET, "--skip-bad"]) == 0
+    assert main(["embed", HW, "one.jsonl", *PARQUET, "--skip-bad"]) == 0
     says(capsys.readouterr().err, "nothing is embedded", "--text-field")
     assert main(["embed", HW, "good.jsonl", "--output", "ids.parquet", "--id-field", "id"]) == 0
 

@@ -40,7 +40,7 @@ def refused(folder, monkeypatch, capsys, line):
     ("line", "words"),
     [
         ("search nowhere bread", ("nowhere: no such folder", "declutr index EMBEDDINGS")),
-        ("search bread index", ("the index comes first: declutr search index QUERY",)),
+        ("search bread index", ("name the index, and queries behind it: declutr search index QUERY",)),
         ("search e.parquet bread", ("a file of embeddings, not an index", "declutr index e.parquet --output FOLDER")),
         ("search a.txt bread", ("a.txt: is not an index",)),
         ("index nowhere.parquet --output new", ("nowhere.parquet: no such file",)),

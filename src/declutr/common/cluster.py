@@ -43,13 +43,19 @@ def cluster_problem(
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:  # OverflowError: a port of twenty digits
             if time.monotonic() + _PAUSE_SECONDS > deadline:
-                return (
-                    f"{name} = {address}: no Ray cluster answers there ({error}); start it (`ray start --head`), "
-                    "correct the address, or leave it out for a session on this machine"
-                )
+                return no_cluster(name, address, error)
             time.sleep(_PAUSE_SECONDS)
         else:
             return None
+
+
+def no_cluster(name: str, address: str, error: Exception) -> str:
+    """An error message for the address of a cluster, as in `cluster_problem`, with its error's first sentence."""
+    why = str(error).partition("\n")[0].partition(". ")[0]  # Ray goes on with advice about its own setting
+    return (
+        f"{name} = {address}: no Ray cluster answers there ({why}); start it (`ray start --head`), correct the "
+        "address, or leave it out for a session on this machine"
+    )
 
 
 def use_network_of(address: str) -> None:

@@ -90,6 +90,7 @@ class RunStoppedError(DeclutrError, RuntimeError):
 
 _LONGEST_WORD = 100  # in characters; difflib's time grows with the square
 OTHER_WORDS = {
+    "base": "encoder",
     "batch_size": "batch_documents",
     "bfloat16": "bf16",
     "dataset": "corpus",
@@ -99,19 +100,24 @@ OTHER_WORDS = {
     "gpu": "cuda",
     "gradient_accumulation_steps": "microbatch_tokens",
     "inputs": "paths",
+    "k": "top",
     "learning_rate": "lr",
+    "limit": "top",
     "max_length": "max_tokens",
     "max_seq_length": "max_tokens",
     "max_steps": "steps",
     "model": "pretrained",
     "model_name": "pretrained",
     "model_name_or_path": "pretrained",
+    "n": "top",
     "num_epochs": "epochs",
     "num_gpus": "num_workers",
     "num_train_epochs": "epochs",
+    "o": "output",
     "save_steps": "checkpoint.every_steps",
     "test_size": "validation_fraction",
     "text_column": "text_field",
+    "truncate_dim": "dimensions",
     "warmup_steps": "warmup_ratio",
 }  # the names that other libraries have for settings and values, and ours
 

@@ -11,7 +11,7 @@ import warnings
 from concurrent.futures import Future
 from pathlib import Path
 
-from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.cluster import cluster_problem, named_cluster, no_cluster
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, SessionError
 
@@ -92,7 +92,7 @@ def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> Non
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
-            raise ConfigError("ray", [f"{name} = {address}: {str(error).splitlines()[0]}"]) from error
+            raise ConfigError("ray", [no_cluster(name, address, error)]) from error
     else:
         short = _short_folder()
         folder = {"_temp_dir": short} if short else {}

@@ -196,6 +196,7 @@ def no_encoder(folder: Path) -> str | None:
             return f"{folder} is an adaptation; name its encoder: {folder / 'encoder'}"
         return f"{folder} is an adaptation without a better encoder; name the encoder that it started from"
     kinds = {"manifest.json": "holds prepared shards, not an encoder", "index.json": "is an index, not an encoder"}
+    kinds |= {"metrics.jsonl": "is a run without a checkpoint, not an encoder"}
     what = next((kind for file, kind in kinds.items() if (folder / file).is_file()), "is no encoder")
     return f"{folder} {what}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
 

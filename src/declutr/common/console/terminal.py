@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, ParamSpec, TextIO, cast
 
-from declutr.common.errors import DeclutrError, RunStoppedError, suggest
+from declutr.common.errors import OTHER_WORDS, DeclutrError, RunStoppedError, suggest
 
 _SWITCHES = {
     "prepare": {
@@ -23,6 +23,7 @@ _SWITCHES = {
     },
     "train": {"--plan": "estimate time, memory and the share of tokens that is read"},
 }
+_WRONG_USE = 2
 _SUMMARIES = {"prepare": "From a corpus to Arrow shards.", "train": "From shards to a sentence encoder."}
 
 
@@ -53,16 +54,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with a message."""
         options = [option for option in self._option_string_actions if option not in ("-h", "--help")]
-        words = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
+        words = [word.partition("=")[0] for word in self._given if re.match(r"--?[A-Za-z]", word)]
         by_place = {action.dest for action in self._actions if not action.option_strings}
         for word in words:
-            if (name := word[2:].replace("-", "_")) in by_place:
+            name = word.lstrip("-").replace("-", "_")
+            name = name if name in by_place else OTHER_WORDS.get(name, name)
+            if name in by_place:
                 message += f"; {name.upper()} is given by its place, without {word}"
-            elif word not in (*options, "--help"):
-                message += suggest(word, options).replace("; did", f"; {word} is unknown, did")
+            elif word not in (*options, "-h", "--help"):
+                message += suggest(f"--{name.replace('_', '-')}", options).replace("; did", f"; {word} is unknown, did")
                 if any(action.metavar == "key=value" for action in self._actions):
-                    message += f"; a setting has no dashes: {word.lstrip('-').replace('-', '_')}=VALUE"
-        super().error(message)
+                    message += "; a setting is written key=VALUE, without dashes"
+        self.exit(_WRONG_USE, f"{self.prog}: error: {message}; `{self.prog} --help` lists all options\n")
 
 
 def config_parser(section: str) -> Parser:
@@ -104,7 +107,8 @@ def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
         except (DeclutrError, OSError) as error:
             if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
                 traceback.print_exc()
-            return refused(error)
+            whole = isinstance(error, OSError) and error.filename and error.strerror
+            return refused(f"{error.filename}: {error.strerror}" if whole else error)  # without a number of the system
         except KeyboardInterrupt:
             refused("stopped; the same command does the rest")
             return 128 + signal.SIGINT

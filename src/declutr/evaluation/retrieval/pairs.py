@@ -120,6 +120,8 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id"), hint: str = ""
 def _check_columns(file: str, row: Mapping[str, Any], columns: Sequence[str], hint: str = "") -> None:
     if missing := [name for name in columns if name not in row]:
         near = "".join(suggest(name, sorted(row)) for name in missing)
+        if len(row) == 1 and ";" in next(iter(row)):
+            near = "; separate the columns by commas"
         lacks = f"has no column {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(row))}{hint}"
         raise DataError(f"{file}: {lacks}")
 
