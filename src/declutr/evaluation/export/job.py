@@ -227,7 +227,7 @@ def _write_onnx(
         cosine = float((first * second).sum(axis=1).min())
         if cosine >= _LEAST_COSINE:
             break
-        problems.append(f"its graph gives other embeddings (cosine {cosine:.4f}, at least {_LEAST_COSINE} is needed)")
+        problems.append(f"its graph gives other embeddings (cosine {cosine:.6f}, at least {_LEAST_COSINE} is needed)")
     else:
         raise EncoderError(
             f"{encoder.name}: has a layer that cannot be exported to ONNX: {problems[-1]}; --to static needs no graph"
