@@ -8,8 +8,8 @@ from declutr.common.errors import UsageError
 INDEX = "index.json"
 
 
-def check_index(folder: Path, others: Sequence[str | Path] = ()) -> None:
-    """Checks that a folder holds an index; `others` are arguments behind it."""
+def check_index(folder: Path, arguments: Sequence[str | Path] = ()) -> None:
+    """Checks that a folder holds an index; `arguments` stand behind it."""
     if (folder / INDEX).is_file():
         return
     what, file = "is not an index", "EMBEDDINGS"
@@ -17,9 +17,9 @@ def check_index(folder: Path, others: Sequence[str | Path] = ()) -> None:
         what = "no such folder"
     elif folder.suffix in (".npy", ".parquet"):
         what, file = "is a file of embeddings, not an index", str(folder)
-        others = [*others, folder.parent]
+        arguments = [*arguments, folder.parent]
     advice = f"make one with `declutr index {file} --output FOLDER`"
-    if first := next((path for path in others if (Path(path) / INDEX).is_file()), None):
+    if first := next((path for path in arguments if (Path(path) / INDEX).is_file()), None):
         advice = f"name the index, and queries behind it: declutr search {first} QUERY"
     raise UsageError(f"{folder}: {what}; {advice}")
 

@@ -91,8 +91,8 @@ def embed(
         for key, kind in (("choice", EncoderChoice), ("shape", Shape))
     }
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
-    known = f"; known here: {', '.join(name for name in flat if name not in ('choice', 'shape'))}"
-    if unknown := [f"{name}: unknown key{suggest(name, flat) or known}" for name in values if name not in flat]:
+    settings_here = f"; known here: {', '.join(name for name in flat if name not in ('choice', 'shape'))}"
+    if unknown := [f"{name}: unknown key{suggest(name, flat) or settings_here}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
     if problem := unloadable(str(model)):
         encoders = [path for path in values["inputs"] if Path(path).is_dir() and not no_encoder(Path(path))]

@@ -107,8 +107,9 @@ def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
         except (DeclutrError, OSError) as error:
             if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
                 traceback.print_exc()
-            whole = isinstance(error, OSError) and error.filename and error.strerror
-            return refused(f"{error.filename}: {error.strerror}" if whole else error)  # without a number of the system
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                return refused(f"{error.filename}: {error.strerror}")  # without a number of the system
+            return refused(error)
         except KeyboardInterrupt:
             refused("stopped; the same command does the rest")
             return 128 + signal.SIGINT
