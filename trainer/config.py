@@ -21,6 +21,11 @@ from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from declutr.trainer.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
+_LATER = (
+    ("encoder", "prompt", None), ("encoder", "query_prompt", None), ("spans", "query_share", 0.0),
+    ("objective", "hard_negatives", True),
+)  # fmt: skip
+"""Settings that runs of earlier versions lack, with the value that changes nothing, so that such a run continues."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 
 
@@ -313,6 +318,12 @@ class TrainConfig(Strict):
             values.pop("data", None)  # where it is decides nothing, and the shards have hashes
             if len(task.places) > 1:
                 values["data.weight"] = list(shares_of(task.data))
+            for section, setting, neutral in _LATER:
+                part = values.get(section, {})
+                if part.get(setting) == neutral:
+                    part.pop(setting, None)
+            if "query_share" not in values["spans"]:
+                values["spans"].pop("query_tokens")  # which has an effect with a share alone
         validation: dict[str, object] = settings["validation"]
         validation["score"] = validation["score"] or "followed"  # part of the hash of every run without a score
         validation.update(self._contents)  # a folder that moves is the same data
