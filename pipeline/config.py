@@ -238,9 +238,8 @@ def found_again(output: str, inputs: Sequence[str], written: Sequence[str]) -> l
 
 def _place(path: str) -> str:
     """A folder without links or an address without options, with one slash at its end."""
-    place = (
-        path.partition("?")[0] if is_remote(path) else os.path.realpath(expand(path))
-    )  # a link may lead into an input
+    # a link may lead into an input
+    place = path.partition("?")[0] if is_remote(path) else os.path.realpath(expand(path))
     return f"{place.rstrip('/')}/"
 
 

@@ -319,8 +319,7 @@ class TrainConfig(Strict):
             if len(task.places) > 1:
                 values["data.weight"] = list(shares_of(task.data))
             for section, setting, neutral in _LATER:
-                part = values.get(section, {})
-                if part.get(setting) == neutral:
+                if (part := values.get(section, {})).get(setting) == neutral:
                     part.pop(setting, None)
             if "query_share" not in values["spans"]:
                 values["spans"].pop("query_tokens")  # which has an effect with a share alone

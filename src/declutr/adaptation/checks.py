@@ -148,8 +148,7 @@ def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
             yield f"CORPUS: {path}: no such file or folder"
         if (path / "modules.json").is_file():
             yield f"CORPUS: {path}: is an encoder; name documents"
-    for problem in found_again(str(output), config.corpus, _WRITTEN):
-        yield f"--output {output}: {problem}"
+    yield from (f"--output {output}: {problem}" for problem in found_again(str(output), config.corpus, _WRITTEN))
 
 
 class Inputs(NamedTuple):

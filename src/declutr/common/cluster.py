@@ -52,10 +52,8 @@ def cluster_problem(
 def no_cluster(name: str, address: str, error: Exception) -> str:
     """An error message for the address of a cluster, as in `cluster_problem`, with its error's first sentence."""
     why = str(error).partition("\n")[0].partition(". ")[0]  # Ray goes on with advice about its own setting
-    return (
-        f"{name} = {address}: no Ray cluster answers there ({why}); start it (`ray start --head`), correct the "
-        "address, or leave it out for a session on this machine"
-    )
+    advice = "start it (`ray start --head`), correct the address, or leave it out for a session on this machine"
+    return f"{name} = {address}: no Ray cluster answers there ({why}); {advice}"
 
 
 def use_network_of(address: str) -> None:

@@ -109,7 +109,6 @@ OTHER_WORDS = {
     "model": "pretrained",
     "model_name": "pretrained",
     "model_name_or_path": "pretrained",
-    "n": "top",
     "num_epochs": "epochs",
     "num_gpus": "num_workers",
     "num_train_epochs": "epochs",

@@ -233,11 +233,7 @@ def _close_enough(encoder: TransformerEncoder) -> TransformerEncoder:
         exact, rows = replace(encoder, half=None, precision="fp32"), encoder.windows(_PROBES)[0]
         first, second = (unit_rows(side.embed_ids(rows).astype(np.float64)) for side in (encoder, exact))
         if (cosine := float((first * second).sum(axis=1).min())) < _LEAST_COSINE:
-            _say_once(
-                f"{encoder.name}: computed in fp32, as its bf16 embeddings have a cosine of {cosine:.6f} to them, "
-                f"below {_LEAST_COSINE}",
-                logging.WARNING,
-            )
+            _say_once(f"{encoder.name}: computed in fp32, as bf16 has a cosine of {cosine:.6f} to it", logging.WARNING)
             pack_linears(exact.encoder)
             return exact
     _say_once("embeddings are computed in bfloat16, which the device has units for; fp32 is exact and slower")

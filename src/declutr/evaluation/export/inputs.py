@@ -73,9 +73,8 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(f"--output {config.output}: exists already; name another folder")
     elif problem := folder_problem(config.output.absolute().parent):
         problems.append(f"--output {config.output}: {problem}")
-    problems += [
-        f"--output {config.output}: {problem}" for problem in found_again(str(config.output), config.corpus, [])
-    ]
+    elif again := found_again(str(config.output), config.corpus, []):
+        problems.append(f"--output {config.output}: {again[0]}")
     needless = ("max_tokens",) if config.to == "static" else ("vocabulary_size", "dimensions")
     for name in needless:
         if name in config.model_fields_set and getattr(config, name) is not None:
