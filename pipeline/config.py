@@ -229,10 +229,11 @@ def found_again(output: str, inputs: Sequence[str], written: Sequence[str]) -> l
         return []  # which is said elsewhere
     here, kind = _place(output), "address" if is_remote(output) else "folder"
     return [
-        f"is inside the input {path!r}, so the same command would read its own files as input; name another {kind}"
+        f"is inside the input {path!r}, so a later command would read it as input; name another {kind}"
         for path in inputs
         if is_remote(path) == is_remote(output) and (is_remote(path) or not _path_problem(path))
-        if here.startswith(place := _place(path)) or any(_matches(place, here + name) for name in written)
+        if here.startswith(place := _place(path))
+        or ((is_remote(path) or not os.path.lexists(place[:-1])) and any(_matches(place, here + n) for n in written))
     ]
 
 

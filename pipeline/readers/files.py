@@ -104,11 +104,11 @@ class Head:
         by_suffix = SUFFIXES.get(self.suffix)
         return ("text_file" if inside else rules.plain) if by_suffix == "text" else by_suffix
 
-    def has_key(self, rules: Rules) -> bool:
-        """Returns True if the first object has a key that is read, or is cut after it, or is longer than a head."""
+    def has_key(self, rules: Rules, cut: bool = True) -> bool:
+        """Returns True if the first object has a key that is read, or is longer than a head and `cut` is true."""
         names = rules.keys.values() if rules.keys else rules.text_names
         value, is_cut = self._object
-        return any(name in value for name in names) or (is_cut and len(self.data) >= JSON_HEAD_BYTES)
+        return any(name in value for name in names) or (cut and is_cut and len(self.data) >= JSON_HEAD_BYTES)
 
     def is_object(self) -> bool:
         """Returns True if the first line may be an object."""

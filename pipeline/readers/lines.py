@@ -79,12 +79,14 @@ def encoding_of(head: bytes) -> str | None:
     return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), None)
 
 
-def keys_of_lines(file: BinaryIO) -> list[str]:
-    """Keys of the objects in the first whole lines of JSON Lines; none if there are under two, or other values."""
-    file.seek(0)
+def keys_of_lines(file: BinaryIO, num_bytes: int) -> list[str]:
+    """Keys of the objects in whole lines at both ends of JSON Lines; none if there are under two, or other values."""
+    values: list[Any] = []
     try:
-        whole = file.read(_HEAD_BYTES).rpartition(b"\n")[0].decode().removeprefix("\ufeff")
-        values = [json.loads(line) for line in whole.split("\n") if line.strip()]
+        for start in dict.fromkeys((0, max(0, num_bytes - _HEAD_BYTES))):
+            file.seek(start)
+            lines = file.read(_HEAD_BYTES).split(b"\n")[start > 0 : None if start + _HEAD_BYTES >= num_bytes else -1]
+            values += [json.loads(line) for line in lines if line.strip()] or [None]  # a line longer than that
     except (ValueError, RecursionError):  # counted when the file is read
         return []
     if len(values) < _LEAST_LINES or not all(isinstance(value, dict) for value in values):

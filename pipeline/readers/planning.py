@@ -317,7 +317,8 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
             if file_format == "parquet" or (file_format == "arrow" and head.data.startswith(b"ARROW1")):
                 return _cut_table(file, opened, file_format, rules, part_bytes)
             if file_format in ("jsonl", "text") and rules.max_file_bytes is None and encoding_of(head.data) is None:
-                keys = [] if rules.keys or file_format == "text" or is_remote(file.path) else keys_of_lines(opened)
+                has_key = rules.keys or file_format == "text" or is_remote(file.path) or head.has_key(rules, cut=False)
+                keys = [] if has_key else keys_of_lines(opened, file.num_bytes)
                 problem = missing(rules.text_names, keys, "key") if keys else None
                 ranges = _cut_ranges(file, file_format, part_bytes)
                 return Cut(ranges, problem and _column_problem(file, TextRows(rules), problem))

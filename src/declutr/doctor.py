@@ -264,7 +264,7 @@ def check_folder(place: str, needed_bytes: int) -> list[Finding]:
             folder.delete(file)
             return [judge(f"{place} writable", "yes" if same else "altered", fail=not same, remedy="use another store")]
         if problem := folder_problem(parent := expand(place).absolute()):
-            return [judge(f"{place} writable", problem, fail=True, remedy="or make it writable for this user")]
+            return [judge(f"{place} writable", problem, fail=True, remedy="name a folder that this user can write to")]
         parent = next(folder for folder in (parent, *parent.parents) if folder.exists())
         with tempfile.TemporaryDirectory(prefix=".declutr-doctor-", dir=parent) as own:
             return _findings_in(place, Path(own), needed_bytes)

@@ -13,6 +13,7 @@ FILES = {
     "a.txt": "Bread is baked.\n\nBoats float.\n",
     "body.jsonl": '{"body": "a", "id": 1}\n{"body": "b", "id": null}\n',
     "one.jsonl": '{"body": "a"}\n',
+    "late.jsonl": '{"kind": "head"}\n' * 2 + '{"text": "a"}',
     "ids.jsonl": '{"text": "a", "id": 1.5}\n',
     "good.jsonl": '{"text": "a", "id": "1"}\n',
     "array.jsonl": '[{"text": "a"}]\n',
@@ -107,6 +108,7 @@ def test_files_that_embed_leaves_out_and_embeddings_that_it_replaces_are_named(p
     assert main(["embed", HW, "a.txt", *OUT]) == 0
     assert main(["embed", HW, "one.jsonl", *PARQUET, "--skip-bad"]) == 0
     says(capsys.readouterr().err, "nothing is embedded", "--text-field")
+    assert main(["embed", HW, "late.jsonl", "--output", "late.parquet", "--skip-bad"]) == 0
     assert main(["embed", HW, "good.jsonl", "--output", "ids.parquet", "--id-field", "id"]) == 0
 
 

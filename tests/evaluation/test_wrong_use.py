@@ -134,6 +134,8 @@ OTHERS = [
     (["doctor", "--fix"], "unrecognized arguments: --fix; a setting is written key=VALUE"),
     (["embed", "hashed-words:4", "docs", "-o", "x.npy"], "; -o is unknown, did you mean `--output`?"),
     (["prepare", "good.yaml", "corpus.paths=[rows.jsonl]", "corpus.text_field=b"], "no key 'b'; found text"),
+    (["train", "good.yaml", "scaling.num_workers=1,4"], "write [1,4]"),
+    (["search", "index", "a", "-o", "x"], "unrecognized arguments: -o x; `declutr search --help`"),
     (["prepare", "--config", "good.yaml"], "CONFIG is given by its place, without --config"),
     (["report", "file.txt"], "file.txt is a file, not the output of `prepare`"),
     (["report", "index", "--output", "x.html"], "x.html: is a folder, in which report.html is written"),

@@ -93,9 +93,8 @@ def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[s
     if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
         return []
     name, address = named_cluster(scaling.address)
-    if address:
-        problem = cluster_problem(name.replace("address", "scaling.address"), address)
-        return [] if problem is None else [problem]  # its GPUs may join later
+    if address:  # whose GPUs may join later
+        return [*filter(None, [cluster_problem(name.replace("address", "scaling.address"), address)])]
     return _gpu_problems(scaling, run)
 
 

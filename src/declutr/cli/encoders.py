@@ -147,8 +147,6 @@ def run_search(arguments: list[str]) -> int:
     if not all(query.strip() for query in options.query):
         parser.error("the query is empty; give at least one word")
     check_index(options.index, options.query)
-    if len(options.query) > 1 and not any(" " in query.strip() for query in options.query):
-        sys.stderr.write(f"{len(options.query)} queries of a word each; quotation marks make them a single one\n")
     from declutr.embedding.index import Searcher
 
     searcher = Searcher(options.index, model=options.model, weight=options.weight,

@@ -262,10 +262,10 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += "; put it into quotes"
                 message += "" if path[-1].isdigit() else f", on a command line into two kinds: {key}='\"...\"'"
-            elif item["type"] in ("list_type", "tuple_type") and prefix in lines:
+            elif item["type"] in ("list_type", "tuple_type") and prefix in lines and not isinstance(item["input"], str):
                 continue  # the message of the other kind says more
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
-                text = item["input"].strip("()")
+                text = re.sub(r"^\((.*)\)$", r"\1", item["input"])
                 names = text.replace(",", '", "')
                 # a shell expands * and ?, and YAML cuts at a comma
                 message += f": write '[\"{names}\"]'" if {*"*?"} & {*text} else f": write [{text}]"

@@ -134,8 +134,8 @@ def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> str:
     elif "'\\t'" in problem:
         problem = "a tab; indent with spaces"
     elif mark and problem.startswith(("mapping values are not", "expected <block end>", "could not find expected ':'")):
-        problem += "; a line is `key: value`, and the keys of a section are indented alike"
-    elif "unexpected end of stream" in problem:
+        problem += "; keys of a section are indented alike, and a value with a colon stands in quotes"
+    elif "end of stream" in problem or "stream end>" in problem:
         problem += "; a quotation mark or a bracket may not be closed"
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark and "\n" in text.strip() else ""
     return f"{problem}{where}"

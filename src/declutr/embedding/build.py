@@ -118,7 +118,7 @@ def index(
     for option, path in (("output", folder), ("parquet", map_file)):
         if path and (problem := folder_problem(path.absolute().parent)):
             raise UsageError(f"--{option} {path}: {problem}")
-    for problem in found_again(str(folder), note.config.inputs, []):
+    for problem in found_again(str(folder.absolute()), note.config.inputs, [TEXTS]):
         raise UsageError(f"--output {folder}: {problem}")
     if pairs is not None:
         read_pairs(expand(pairs, "pairs"))  # its problems need not wait for the encoder
@@ -138,8 +138,9 @@ def index(
         raise UsageError(f"{file}: its inputs cannot be read again: {error}; put them back, or embed again") from error
     if note.job != hash_json(identify(config, units, note.fingerprint, note.precision)):
         raise UsageError(f"{file}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
-    if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
-        raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
+    lacks = plan_units(corpus_of(config, source_field), 1)[1] if source_field else []
+    if lacks := [problem for problem in lacks if ": no key" not in problem]:  # of lines, where it may be optional
+        raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in lacks))
     dtype = dtype or ("int8" if config.shape.dtype == "int8" else "float32")
     if map_file:
         _check_map_file(map_file, folder, config, note.rows)

@@ -96,7 +96,6 @@ def embed(
         raise ConfigError("embed", unknown)
     if problem := unloadable(str(model)):
         encoders = [path for path in values["inputs"] if Path(path).is_dir() and not no_encoder(Path(path))]
-        encoders += [name for name in values["inputs"] if name.startswith("hashed-words")]
         raise EncoderError(problem + "".join(f"; {path} is an encoder, which comes first" for path in encoders[:1]))
     try:
         config = load_config(parts | values, "embed", EmbedConfig)

@@ -1,7 +1,6 @@
 """Loading of any sentence encoder by name: this project's, transformers', sentence-transformers', and baselines."""
 
 import copy
-import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -223,8 +222,8 @@ def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_c
 
 
 @lru_cache
-def _say_once(message: str, level: int = logging.INFO) -> None:
-    get_logger().log(level, "%s", message)
+def _say_once(message: str, warn: bool = False) -> None:
+    (get_logger().warning if warn else get_logger().info)("%s", message)
 
 
 def _close_enough(encoder: TransformerEncoder) -> TransformerEncoder:
@@ -233,7 +232,7 @@ def _close_enough(encoder: TransformerEncoder) -> TransformerEncoder:
         exact, rows = replace(encoder, half=None, precision="fp32"), encoder.windows(_PROBES)[0]
         first, second = (unit_rows(side.embed_ids(rows).astype(np.float64)) for side in (encoder, exact))
         if (cosine := float((first * second).sum(axis=1).min())) < _LEAST_COSINE:
-            _say_once(f"{encoder.name}: computed in fp32, as bf16 has a cosine of {cosine:.6f} to it", logging.WARNING)
+            _say_once(f"{encoder.name}: computed in fp32, as bf16 has a cosine of {cosine:.6f} to it", True)
             pack_linears(exact.encoder)
             return exact
     _say_once("embeddings are computed in bfloat16, which the device has units for; fp32 is exact and slower")

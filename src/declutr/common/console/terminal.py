@@ -23,7 +23,6 @@ _SWITCHES = {
     },
     "train": {"--plan": "estimate time, memory and the share of tokens that is read"},
 }
-_WRONG_USE = 2
 _SUMMARIES = {"prepare": "From a corpus to Arrow shards.", "train": "From shards to a sentence encoder."}
 
 
@@ -56,16 +55,17 @@ class Parser(argparse.ArgumentParser):
         options = [option for option in self._option_string_actions if option not in ("-h", "--help")]
         words = [word.partition("=")[0] for word in self._given if re.match(r"--?[A-Za-z]", word)]
         by_place = {action.dest for action in self._actions if not action.option_strings}
-        for word in words:
+        all_names = by_place | {option.lstrip("-").replace("-", "_") for option in options}
+        for word in words if "two hyphens" not in message else []:
             name = word.lstrip("-").replace("-", "_")
-            name = name if name in by_place else OTHER_WORDS.get(name, name)
+            name = own if name not in by_place and (own := OTHER_WORDS.get(name, name)) in all_names else name
             if name in by_place:
                 message += f"; {name.upper()} is given by its place, without {word}"
-            elif word not in (*options, "-h", "--help"):
+            elif len(name) > 1 and word not in (*options, "--help"):
                 message += suggest(f"--{name.replace('_', '-')}", options).replace("; did", f"; {word} is unknown, did")
-                if any(action.metavar == "key=value" for action in self._actions):
+                if "key=VALUE" not in message and any(action.metavar == "key=value" for action in self._actions):
                     message += "; a setting is written key=VALUE, without dashes"
-        self.exit(_WRONG_USE, f"{self.prog}: error: {message}; `{self.prog} --help` lists all options\n")
+        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` lists all options\n")
 
 
 def config_parser(section: str) -> Parser:

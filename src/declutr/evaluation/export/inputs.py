@@ -73,7 +73,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(f"--output {config.output}: exists already; name another folder")
     elif problem := folder_problem(config.output.absolute().parent):
         problems.append(f"--output {config.output}: {problem}")
-    elif again := found_again(str(config.output), config.corpus, []):
+    elif again := found_again(str(config.output.absolute()), config.corpus, ["README.md"]):
         problems.append(f"--output {config.output}: {again[0]}")
     needless = ("max_tokens",) if config.to == "static" else ("vocabulary_size", "dimensions")
     for name in needless:

@@ -121,7 +121,7 @@ def _check_columns(file: str, row: Mapping[str, Any], columns: Sequence[str], hi
     if missing := [name for name in columns if name not in row]:
         near = "".join(suggest(name, sorted(row)) for name in missing)
         if len(row) == 1 and ";" in next(iter(row)):
-            near = "; separate the columns by commas"
+            near = "; separate the columns by commas (.csv) or tabs (.tsv)"
         lacks = f"has no column {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(row))}{hint}"
         raise DataError(f"{file}: {lacks}")
 
