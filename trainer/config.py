@@ -123,7 +123,7 @@ class TrainConfig(Strict):
     auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], AuxiliaryTaskConfig] = Field(
         default_factory=dict
     )
-    """Other data and objectives that train the same encoder in turns, by name (such as `image`)."""
+    """Other data and objectives that train the same encoder, by name (such as `image`)."""
     task_schedule: Literal["joint", "alternating"] = "joint"
     """joint: one update for all losses. alternating: an update for each task, the main one last, each with its own
     optimizer."""

@@ -32,7 +32,7 @@ class ScalingConfig(Strict):
     """Algorithms that repeat their bits on one kind of GPU (docs/evidence/gpu.md); false: faster. CPUs always repeat
     them."""
     span_kernels: bool = False
-    """On a GPU, this project's kernel also without dropout. Not measured yet."""
+    """On GPUs, this project's attention kernel even without attention dropout. Not measured yet."""
     elastic_determinism: bool = False
     """The same bits with any number of workers, with more time, memory and exchange. On CPUs alone."""
     deterministic_chunk_documents: int | None = Field(default=None, ge=1)
@@ -43,13 +43,13 @@ class ScalingConfig(Strict):
     elastic_resize_interval_seconds: float = Field(default=60.0, gt=0)
     """Seconds between checks whether `[least, most]` workers can grow."""
     max_failures: int = Field(default=100, ge=0)  # hosts of a spot market go all day: a few would end a week's run
-    """Restarts after failures at most, announced ends of nodes aside."""
+    """Most restarts after failures, not counting announced ends of nodes."""
     max_repeated_failures: int = Field(default=3, ge=1)
     """Equal failures in a row at one step that end the run."""
     restart_backoff_seconds: float = Field(default=2.0, ge=0)  # Ray's own retries have no pause
-    """Seconds before the second restart; doubled each time, up to a minute."""
+    """Seconds before a second restart at one step; doubled each time, up to a minute."""
     watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
-    """Restart workers after so many seconds without progress; above the longest step, validation and save."""
+    """Restart workers after this many seconds without progress; exceed the longest step, validation and save."""
     shutdown_grace_seconds: float = Field(default=25.0, gt=0)
     """Seconds to finish the step and save after SIGTERM or Ctrl-C."""
     spot_notices: Literal["aws", "gcp"] | None = None  # no run asks an address that its user did not choose

@@ -128,7 +128,7 @@ class ImagesContent(_LabelledContent):
 
     kind: Literal["images"]
     shortest_edge: int = Field(default=256, ge=8, le=2048)
-    """Longest shorter side, pixels; larger images are resized."""
+    """Limit of the shorter side, pixels; larger images are shrunk."""
     image: str = "image"
     """Parquet column of the images."""
 

@@ -39,7 +39,7 @@ class PretrainedTokenizer(_AnyTokenizer):
     name: str
     """Name on the Hugging Face hub, or folder."""
     trust_remote_code: bool = False
-    """Run the tokenizer's own code. Only for models you trust; only the command line can set it."""
+    """Run the tokenizer's own code. Only for models you trust; no file can set it."""
 
 
 class TrainedTokenizer(_AnyTokenizer):

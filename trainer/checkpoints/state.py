@@ -96,7 +96,7 @@ class CheckpointConfig(Strict):
     keep_every_steps: int | None = Field(default=None, ge=1)
     """Save and keep all multiples of this step."""
     storage_retry_seconds: float = Field(default=600.0, ge=0)
-    """Seconds that the storage may fail."""
+    """Seconds of failing storage before the run ends."""
 
     @model_validator(mode="after")
     def _some_time(self) -> "CheckpointConfig":

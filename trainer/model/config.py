@@ -73,7 +73,7 @@ class EncoderConfig(Strict):
     query_prompt: str | None = Field(default=None, max_length=16_384)
     """As `prompt`, before queries and premises of supervised SimCSE. null: `prompt`."""
     layout: Literal["packed", "padded"] = "packed"
-    """packed: no padding, where this is proved equal. padded: always pad."""
+    """packed: no padding, if a test finds it equal. padded: always pad."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Every dropout probability of the model; null: the model's."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)

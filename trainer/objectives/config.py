@@ -38,7 +38,7 @@ class SpanConfig(Strict):
     query_share: float = Field(default=0, ge=0, le=1)
     """Share of the anchors that are as short as queries; their positives are the text beside them."""
     query_tokens: tuple[Annotated[int, Field(ge=1)], int] = (4, 16)
-    """Tokens of the shortest and longest of them, at most `min_tokens`."""
+    """Tokens of the shortest and longest such anchor, at most `min_tokens`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpanConfig":

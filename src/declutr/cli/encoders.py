@@ -56,7 +56,7 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
     parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an input, with special ones (encoder's limit)")
-    parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
+    parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: their mean by tokens")
     parser.add_argument("--passages", action="store_true", help="a row for each passage that fits the encoder, with its"
                         " place: reads long texts whole (.parquet)")  # fmt: skip
     parser.add_argument("--headings", action="store_true", help="put the headings above a passage before it")
@@ -100,7 +100,7 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
     parser.add_argument("--lexical", choices=("idf", "bm25"), help="score of the words of a hybrid index (idf)")
     parser.add_argument("--weight", type=float, help="weight of the words, 0 to 100 (1)")
-    parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
+    parser.add_argument("--pairs", type=path_argument, help="file of queries with a text or id; chooses the weight")
     parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
@@ -184,8 +184,8 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, help="time for everything (30)")
     parser.add_argument("--steps", type=int, help="steps of the training (twenty passes, or as many as there is time"
                         " for); 0: the closed form alone")  # fmt: skip
-    parser.add_argument("--stsb", metavar="FOLDER", help="STS-B's sts-test.csv: measures what was lost in general")
-    parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
+    parser.add_argument("--stsb", metavar="FOLDER", help="folder with sts-test.csv: measures what was lost in general")
+    parser.add_argument("--seed", type=int, help="seed of split, training and intervals (0)")
     parser.add_argument("--train-on-pairs", action="store_true", help="train on a third of --pairs, too")
     parser.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be read")
     parser.add_argument("--private", action="store_true", help="write no text of the documents to the report")
@@ -261,8 +261,8 @@ def run_export(arguments: list[str]) -> int:
     parser.add_argument("--to", choices=TARGETS, required=True, help="a graph in float32; a graph in 8-bit integers; "
                         "a table of token vectors (--corpus)")  # fmt: skip
     parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
-    parser.add_argument("--corpus", nargs="+", help="your texts: words of a table, ranges of integers; files, folders, "
-                        "globs")  # fmt: skip
+    parser.add_argument("--corpus", nargs="+", help="files, folders or globs of texts: words of a table, ranges of "
+                        "integers")  # fmt: skip
     parser.add_argument("--stsb", type=path_argument, help="folder with sts-test.csv: scores before and after")
     parser.add_argument("--pairs", type=path_argument, help="queries with their texts: scores before and after")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an input of a graph (encoder's limit)")

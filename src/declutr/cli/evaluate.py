@@ -153,14 +153,14 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser("evaluate", "Score encoders on SentEval's tasks. Without an encoder: fetch and check its data.")
+    parser = Parser("evaluate", "Score encoders on SentEval, NanoBEIR, MTEB or pairs. Without one: check data.")
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
                         "model name or folder, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
                        " first")  # fmt: skip
-    where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (needs pip install -e '.[mteb]')")
+    where.add_argument("--mteb", metavar="TASK[,TASK]", help="score MTEB tasks (needs pip install mteb)")
     where.add_argument("--pairs", type=path_argument, metavar="FILE", help="score retrieval with your own pairs: JSONL "
                        "or CSV with `query` and `text`, or with `query` and `id` and --documents")  # fmt: skip
     parser.add_argument("--documents", type=path_argument, metavar="FILE", help="with --pairs: JSONL or CSV with the "
@@ -168,8 +168,8 @@ def _parser() -> Parser:
     parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
     parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer, stsb-multi, nanobeir)"
                         ", separated by commas")  # fmt: skip
-    parser.add_argument("--sizes", metavar="SIZE[,SIZE]", help="also score the first SIZE numbers of embeddings; none: "
-                        "not those that an encoder declares")  # fmt: skip
+    parser.add_argument("--sizes", metavar="SIZE[,SIZE]", help="also score the first SIZE numbers of embeddings; "
+                        "`none`: not those that an encoder declares")  # fmt: skip
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="classifier settings")
     parser.add_argument("--output", type=path_argument, default=Path("scores"), help="folder of results and tables"

@@ -28,7 +28,7 @@ _COMMANDS = {
     ),
     "doctor": ("[CONFIG] [--path ...]: check that this machine can run a training", "doctor"),
     "evaluate": (
-        "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
+        "[ENCODER ...] --data DIR | --pairs FILE | --mteb TASKS: score encoders, or fetch and check the data",
         "cli.evaluate",
     ),
     "inspect": ("PATH [--json]: describe shards, an encoder or a run, whose checkpoints are verified", "cli.runs"),
