@@ -74,6 +74,12 @@ def test_siblings_differ_from_their_controls_in_one_setting(tmp_path):
         assert changed == differing | {"run"}, method
 
 
+def test_simcse_from_an_encoder_without_dropout_has_some(tmp_path):
+    rates = {run.cell: run.config.encoder.dropout for run in plan(tmp_path, "mlm-start").runs if run.config}
+    assert rates.pop("SimCSE") == 0.1
+    assert set(rates.values()) == {None}
+
+
 @pytest.mark.parametrize("name", ["work", 'Größe "1" 😀'])
 def test_other_start_replaces_the_start_and_a_part_needs_its_own_shards_alone(tmp_path, name):
     start, folder = tmp_path / "start", tmp_path / name
