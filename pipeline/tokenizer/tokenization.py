@@ -46,7 +46,7 @@ class TrainedTokenizer(_AnyTokenizer):
     """A byte-level BPE trained on a sample of the corpus, with RoBERTa's special tokens."""
 
     kind: Literal["train"]
-    vocab_size: int = Field(ge=261)
+    vocab_size: int = Field(ge=261, le=10_000_000)
     """Number of tokens: 256 bytes, 5 special tokens, merges."""
     sample_mib: float = Field(default=16.0, gt=0)
     """Text to train on, MiB."""

@@ -287,15 +287,13 @@ def test_pods_with_gpus_tolerate_the_usual_taint_and_mount_the_documented_claim(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py", "src/declutr/common/stores/copies.py"])
+@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py"])
 def test_scripts_run_from_the_home_folder(script, tmp_path):
     """As `ray submit` runs them: the file alone, copied home, with the package installed elsewhere."""
     config = {"prepare": "configs/openwebtext.yaml", "train": "configs/declutr-base.yaml"}
     copied, name = shutil.copy(ROOT / script, tmp_path), Path(script).stem
     here = {"folder": tmp_path, "env": {"PYTHONWARNINGS": "ignore"}}
-    arguments = [config[name], "--print-config"] if name in config else ["--help"]
-    assert run_python(copied, *arguments, **here).stdout
-    if name in config:
-        missing = run_python(copied, "configs/nowhere.yaml", check=False, **here)
-        assert missing.returncode == 1
-        assert str(tmp_path / "configs" / "nowhere.yaml") in missing.stderr
+    assert run_python(copied, config[name], "--print-config", **here).stdout
+    missing = run_python(copied, "configs/nowhere.yaml", check=False, **here)
+    assert missing.returncode == 1
+    assert str(tmp_path / "configs" / "nowhere.yaml") in missing.stderr

@@ -39,6 +39,17 @@ def test_what_was_removed_or_cut_at_the_address_is_sent_again(sent, tmp_path):
     assert contents(tmp_path / "copy") == contents(sent[0])
 
 
+@pytest.mark.parametrize("name", ["", "weights"])
+def test_files_of_another_folder_at_the_address_are_kept(sent, tmp_path, name, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    if name:
+        (other / name).write_text("b")
+    assert main([str(other), sent[1]]) == 1
+    says(capsys.readouterr().err, "files of another folder", "new address")
+    assert fetch_all(Folder(sent[1]), tmp_path / "copy") == len(contents(sent[0]))
+
+
 STRANGERS = {
     "a file in a new folder": lambda copy: spread(copy, {"report/report.html": b"mine"}),
     "a hidden file": lambda copy: spread(copy, {".env": b"mine"}),

@@ -105,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in sorted(folder.rglob("*")):
             if not path.is_file() and (path.is_symlink() or not path.is_dir()):
                 get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+        if (there := Folder(target).listing()) and not names & there.keys():
+            raise UsageError(f"{target}: holds {len(there):,} files of another folder; name a new address")
         get_logger().info("sending %s to %s", _size(folder), target)
         number, verb = Folder(target).send(folder), "sent"
     else:
@@ -117,7 +120,3 @@ def _size(folder: Path) -> str:
     """Number and size of the files of a folder, as text."""
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return f"{sum(sizes) / 2**20:,.1f} MiB in {len(sizes):,} files"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
