@@ -128,6 +128,7 @@ def splitting(pattern):
 
 
 GROWING = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 50}] * 3
+UNKNOWN = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 99}
 HOSTILE = [
     (keys("config.json", num_attention_heads=0), "num_attention_heads = 0 must be at least 1"),
     (keys("config.json", hidden_size="32"), "hidden_size = '32' must be a number"),
@@ -157,6 +158,7 @@ HOSTILE = [
     (text("adapter_config.json", "{}"), "it is an adapter of another model"),
     (keys("tokenizer.json", added_tokens=[TOKEN]), "a token has the id 10,000,000, and the tokenizer has"),
     (keys("tokenizer.json", model=5), "cannot be loaded as an encoder: Exception: data did not match"),
+    (keys("tokenizer.json", model=UNKNOWN | {"vocab": {"a": 0}}), "loaded as an encoder: .* Missing .UNK. token"),
     (keys("tokenizer.json", pre_tokenizer=splitting("(a+)+$")), "repeats a group, which may take"),
     (keys("tokenizer.json", normalizer={"type": "Sequence", "normalizers": GROWING}), "more than 256 times as long"),
     (keys("tokenizer.json", normalizer={"type": "Prepend", "prepend": "x" * 10**6}), "more than 256 times as long"),

@@ -92,6 +92,7 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
                 "texts are equal; copy them from the encoder that it was made from"
             )
         check_steps(json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {})
+        _ = tokenizer.is_fast and tokenizer.backend_tokenizer.encode("ꙮ")  # raises without a token for unknown ones
         if seed is None:
             if local:
                 with torch.device("meta"):  # no memory for sizes that the weights do not have
