@@ -203,6 +203,12 @@ class TrainConfig(Strict):
                 "scaling.fsdp = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
+        problems += [
+            f"scaling.num_workers = {self.scaling.most_workers}: more than {task.prefix}batch_documents = "
+            f"{task.batch_documents}, so a worker would have no row; lower it, or increase the batch"
+            for task in self.tasks().values()
+            if self.scaling.most_workers > task.batch_documents
+        ]
         main = self.main
         if main.canonical_documents is not None:
             if self.microbatch_tokens == "auto":

@@ -41,7 +41,7 @@ from declutr.pipeline.readers.corpus import (
 from declutr.pipeline.readers.files import Head
 from declutr.pipeline.readers.inputs import find_inputs, hub_inputs
 from declutr.pipeline.readers.lines import encoding_of, keys_of_lines
-from declutr.pipeline.readers.rows import BlobRows, FieldRows, TextRows, rows_of
+from declutr.pipeline.readers.rows import FieldRows, TextRows, column_problem, rows_of
 from declutr.pipeline.readers.skipped import (
     EXCLUDED,
     SECOND,
@@ -138,7 +138,7 @@ def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, pa
     if isinstance(rows, FieldRows):
         return Cut([whole], problem and f"content: {file.path}: {problem}")
     if problem:
-        return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rows, problem))
+        return Cut([whole.model_copy(update={"weight": 0})], column_problem(file.path, rows, problem))
     if is_parquet:
         prefixes = tuple(f"{name}." for name in rows.names)
         columns = [n for n, path in enumerate(paths) if path in rows.names or path.startswith(prefixes)]
@@ -149,13 +149,6 @@ def _cut_table(file: Input, opened: BinaryIO, file_format: str, rules: Rules, pa
         weights = sizes = [file.num_bytes // max(1, count)] * count
         part_bytes = END if is_remote(file.path) else part_bytes  # a part would fetch all before it, to count its rows
     return Cut(_grouped(file, file_format, weights, sizes, part_bytes))
-
-
-def _column_problem(file: Input, rows: TextRows | BlobRows, problem: str) -> str:
-    """The problem of a table without the column of a text, image or clip; each of its rows gives a failure."""
-    is_of_name = isinstance(rows, TextRows) and "; its " not in problem  # what `missing` says of the file is no name's
-    remedy = "; name another one, or several to join" if is_of_name else ""
-    return f"{rows.setting} = {rows.setting_value}: {file.path}: {problem}{remedy}"
 
 
 def _grouped(file: Input, file_format: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
@@ -321,10 +314,10 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 keys = [] if has_key else keys_of_lines(opened, file.num_bytes)
                 problem = missing(rules.text_names, keys, "key") if keys else None
                 ranges = _cut_ranges(file, file_format, part_bytes)
-                return Cut(ranges, problem and _column_problem(file, TextRows(rules), problem))
+                return Cut(ranges, problem and column_problem(file.path, TextRows(rules), problem))
             delimiter = None if rules.keys else DELIMITERS.get(file_format)
             if delimiter and (problem := header_problem(head.data, rules, delimiter)):
-                return Cut([_whole(file, 0)], _column_problem(file, TextRows(rules), problem))
+                return Cut([_whole(file, 0)], column_problem(file.path, TextRows(rules), problem))
             return Cut([_whole(file)])
     except OSError as error:
         if file.searched and not is_remote(file.path):

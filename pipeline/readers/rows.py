@@ -291,3 +291,10 @@ Rows = TextRows | FieldRows | BlobRows
 def rows_of(rules: Rules) -> Rows:
     """The kind of rows of a corpus."""
     return BlobRows(rules) if rules.blobs else FieldRows(rules) if rules.keys else TextRows(rules)
+
+
+def column_problem(path: str, rows: TextRows | BlobRows, problem: str) -> str:
+    """The problem of a table without the column of a text, image or clip; each of its rows gives a failure."""
+    is_of_name = isinstance(rows, TextRows) and "; its " not in problem  # what `missing` says of the file is no name's
+    remedy = "; name another one, or several to join" if is_of_name else ""
+    return f"{rows.setting} = {rows.setting_value}: {path}: {problem}{remedy}"

@@ -203,7 +203,8 @@ def test_copy_counts_files_and_bytes_and_needs_a_direction(sent, tmp_path, capsy
     assert main([f"{url}/nothing", str(tmp_path / "none")]) == 1
     assert main([str(tmp_path / "none"), url]) == 1
     says(capsys.readouterr().err, "not a folder")
-    capsys.readouterr()
+    assert main([str(folder), f"file://{folder}/deep/in"]) == 1
+    says(capsys.readouterr().err, "which would be copied into itself; name a folder elsewhere")
     assert declutr(["copy", "here", "there"]) == declutr(["copy", "s3://bucket/a", "gs://bucket/b"]) == 1
     errors = capsys.readouterr().err
     says(errors, "neither is an address", "cp -r")

@@ -82,7 +82,9 @@ def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, 
         says(line, message)
 
 
-def test_shards_of_another_tokenizer_are_refused_also_if_it_is_in_the_place_of_their_own(run_bad, broken, tmp_path):
+def test_shards_of_another_tokenizer_are_refused_also_if_it_is_in_the_place_of_their_own(
+    run_bad, broken, tmp_path, capsys
+):
     model = tmp_path / "model"
     train_tokenizer(["other words altogether, again and again"] * 20, 300).save_pretrained(model)
     shape = {key: value for key, value in runs.FROM_CONFIG.items() if key != "model_type"}
@@ -95,6 +97,9 @@ def test_shards_of_another_tokenizer_are_refused_also_if_it_is_in_the_place_of_t
     assert problem in line
     with pytest.raises(ShardError, match=re.escape(problem)):  # where a run goes on, each worker looks for itself
         load_tokenizer(broken)
+    for command in ("inspect", "report"):
+        assert main([command, str(broken)]) == 1
+        says(capsys.readouterr().err, problem)
 
 
 @pytest.mark.parametrize(

@@ -307,9 +307,10 @@ def kind_problem(task: TaskSettings, manifest: Manifest) -> str | None:
         return None
     *rest, last = objective.reads
     kinds = f"{', '.join(rest)} or {last}" if rest else last
+    reader = next(name for name, other in KINDS.items() if kind in other.reads)
     return (
         f"objective.kind = {objective.kind} reads {kinds}; data = {task.places[0]} holds {kind}: prepare it with "
-        f"content.kind={objective.reads[0]}"
+        f"content.kind={objective.reads[0]}, or set {task.prefix}objective.kind={reader}"
     )
 
 

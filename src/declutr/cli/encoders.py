@@ -146,6 +146,8 @@ def run_search(arguments: list[str]) -> int:
         parser.error(f"--top {options.top}: must be at least 1")
     if not all(query.strip() for query in options.query):
         parser.error("the query is empty; give at least one word")
+    if options.query == ["-"]:
+        parser.error("a query is not read from a pipe; write it behind the index")
     check_index(options.index, options.query)
     from declutr.embedding.index import Searcher
 

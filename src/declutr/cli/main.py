@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
 
 from declutr.common.console.terminal import answered, config_parser, refused, shown
 from declutr.common.errors import DeclutrError, UsageError, refused_argument, suggest
@@ -54,6 +56,7 @@ _INPUTS = {"data": "; run `prepare` with this output", "corpus.paths": ""}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `declutr COMMAND ...`; return the exit status, 1 if the user has something to fix."""
+    sys.stdout = sys.stdout or StringIO()  # closed, as by some daemons
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print("usage: declutr COMMAND ... | --version\n")
@@ -80,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _problem(command: str, rest: list[str]) -> str | None:
     """The reason why a command line is refused before anything is imported."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return "declutr: the current folder was deleted; change to another"
     if command not in _COMMANDS:
         near = suggest(command, [*_COMMANDS, "--version", "--help"])
         return f"declutr: there is no command {command!r}{near}\ndeclutr --help lists all"

@@ -61,7 +61,7 @@ def run_report(arguments: list[str]) -> int:
         return refused(f"--output {output}: {problem}")
     if output and output.is_dir() and (foreign := sorted({path.name for path in output.iterdir()} - {"report.html"})):
         return refused(f"--output {output}: holds {foreign[0]}; name a new folder")
-    if len(options.folder) > 1 or (options.folder[0] / "config.yaml").is_file():
+    if len(options.folder) > 1 or any((options.folder[0] / name).exists() for name in ("config.yaml", "checkpoints")):
         from declutr.report.runs import write_runs_page
 
         print(write_runs_page(options.folder, output))

@@ -61,6 +61,8 @@ def find_config(name: str) -> Path:
         raise ConfigError(name, ["is a setting; the config file comes first, then key=value"])
     if os.path.isdir(config_path):  # noqa: PTH112
         raise ConfigError(name, ["is a folder; name a YAML file"])
+    if os.path.exists(config_path):  # noqa: PTH110
+        raise ConfigError(name, ["is a pipe or a device; write it to a YAML file"])
     places = {code / "configs": Path("configs")} | {place.parent: config_path.parent for place in candidates}
     files = {path.name: shown / path.name for place, shown in places.items() for path in place.glob("*.y*ml")}
     near = nearest(config_path.name, files)  # among all, by the name alone
@@ -253,7 +255,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
             prefix, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
             if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
                 keys = dict.fromkeys(name for section in below((model,), path) for name in section.model_fields)
-                shown = ", ".join(f"{key}.{name}" for name in [*keys][:_MOST_NAMED])
+                shown = ", ".join(f"{key}.{name}" for name in (list(keys) or ["NAME"])[:_MOST_NAMED])
                 message = f"must be a section with settings: {shown}{', ...' if len(keys) > _MOST_NAMED else ''}"
             elif item["input"] is None:
                 message = f"is empty. {message}"

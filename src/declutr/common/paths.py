@@ -99,7 +99,7 @@ def folder_problem(folder: Path) -> str | None:
             except (FileNotFoundError, NotADirectoryError):
                 place = place.parent
         if not place.is_dir():
-            return f"{place} is {'a link to nothing' if place.is_symlink() else 'a file'}; name a folder"
+            return f"{place} is {'a file' if place.exists() else 'a link to nothing'}; name a folder"
         Path(tempfile.mkdtemp(prefix=".declutr-", dir=place)).rmdir()
     except OSError as error:
         return f"nothing can be written in {place} ({error.strerror})"

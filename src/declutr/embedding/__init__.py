@@ -15,9 +15,10 @@ def check_index(folder: Path, arguments: Sequence[str | Path] = ()) -> None:
     what, file = "is not an index", "EMBEDDINGS"
     if not folder.exists():
         what = "no such folder"
-    elif folder.suffix in (".npy", ".parquet"):
-        what, file = "is a file of embeddings, not an index", str(folder)
+    elif folder.is_file():
         arguments = [*arguments, folder.parent]
+        if folder.suffix in (".npy", ".parquet"):
+            what, file = "is a file of embeddings, not an index", str(folder)
     advice = f"make one with `declutr index {file} --output FOLDER`"
     if first := next((path for path in arguments if (Path(path) / INDEX).is_file()), None):
         advice = f"name the index, and queries behind it: declutr search {first} QUERY"

@@ -5,6 +5,7 @@ those that the encoder computes with.
 """
 
 import json
+import os
 import zipfile
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -192,7 +193,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         raise
     except Exception as error:  # the libraries raise any kind for files that they did not write
         raise EncoderError(
-            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
+            f"{path} cannot be loaded; it needs its files, and its run's config.yaml and shards: {explain(error)}"
         ) from error
     return encoder.eval(), tokenizer, recipe, ()
 
@@ -293,6 +294,10 @@ def broken_file(folder: Path, needs_weights: bool) -> str:
                 with safe_open(path, "pt"):
                     pass
         except (OSError, ValueError, SafetensorError) as error:
+            if not os.access(path, os.R_OK):
+                return f"{path} cannot be read (permission denied)"
+            if path.is_file() and path.stat().st_size < 1024 and b"git-lfs" in path.read_bytes():
+                return f"{path} is a pointer of git-lfs, not the file; run `git lfs pull` in {folder}"
             reason = "it is shorter than its header says" if "not fully covered" in str(error) else error
             return f"{path} is damaged or half downloaded ({reason}); {again}"
     if needs_weights and not any(path.suffix in _WEIGHTS for path in folder.iterdir()):

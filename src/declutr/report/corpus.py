@@ -164,6 +164,10 @@ def gather(folder: Path) -> Content:
     manifest = load_manifest(folder)
     if problems := check_shards(folder):
         raise ShardError("\n".join(problems))
+    if manifest.tokenizer is not None:
+        from declutr.trainer.build import load_tokenizer  # loads torch
+
+        load_tokenizer(folder, manifest)  # refuses the tokenizer of other shards
     sums = survey(folder, manifest)
     return Content(
         name=folder.absolute().name,

@@ -25,6 +25,7 @@ from declutr.reproduction.plan import ItemPlan, PlannedRun, identity, run_ready,
 from declutr.reproduction.provenance import lasting_facts
 from declutr.reproduction.table import Scorer, say, write_results
 from declutr.trainer.config import TrainConfig
+from declutr.trainer.driver.checks import load_problems, refuse, resolve
 from declutr.trainer.train import run_training
 
 _FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError, EncoderError)
@@ -98,7 +99,7 @@ def reproduce(
         try:
             work()
         except _FAILURES as error:
-            failed[name] = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error).splitlines()[0]
+            failed[name] = _reason(error)
             say(f"failed: {name}: {failed[name]}")
 
     with _locked(plan.work):  # items share shards and start
@@ -115,6 +116,12 @@ def reproduce(
         return write_results(plan, [(run, scores_of(plan, run, scorer.data)) for run in plan.runs], command, failed)
 
     with _locked(plan.folder):
+        left = {run.cell: run.config for run in plan.runs if scores_of(plan, run, scorer.data) is None}
+        for cell, config in left.items():  # before any is trained: the turn of a cell may come after hours
+            try:
+                _check(config)
+            except _FAILURES as error:
+                say(f"will fail: {cell}: {_reason(error)}")
         for number, run in enumerate(plan.runs, 1):
             if scores_of(plan, run, scorer.data) is None:
                 say(f"run {number} of {len(plan.runs)}: {run.name}")
@@ -127,6 +134,10 @@ def reproduce(
         reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
         raise UsageError(f"{runs} of {len(plan.runs)} runs failed, the others are scored: {reasons}")
     return text
+
+
+def _reason(error: Exception) -> str:
+    return "; ".join(error.problems) if isinstance(error, ConfigError) else str(error).splitlines()[0]
 
 
 def _locked(folder: Path) -> RunLock:
@@ -142,6 +153,12 @@ def _prepare(config: PipelineConfig) -> None:
         prepare(config)
     finally:
         ray.shutdown()  # runs that train in this process need its memory and processors
+
+
+def _check(config: TrainConfig | None) -> None:
+    """Raises the problems of a run's settings, shards and encoder; None: the run trains nothing."""
+    if config is not None:
+        refuse(load_problems(resolve(config)))
 
 
 def _train(config: TrainConfig) -> float:

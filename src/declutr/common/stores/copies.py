@@ -97,8 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = here if folders else "both are addresses: copy to a folder, then from it"
         raise NotADirectoryError(f"{source}, {target}: {what}")
     folder = folders[0]
-    if target.startswith(("http://", "https://")):
-        raise UsageError(f"{target}: nothing can be written there; name a bucket, as s3://BUCKET/FOLDER")
+    if target.startswith(("http://", "https://", "memory://")):
+        raise UsageError(f"{target}: nothing can be kept there; name a bucket, as s3://BUCKET/FOLDER")
+    if target.startswith("file://") and Path(target[7:]).resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"{target} is in {folder}, which would be copied into itself; name a folder elsewhere")
     if is_remote(target):
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder")

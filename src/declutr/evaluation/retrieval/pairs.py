@@ -20,6 +20,7 @@ from declutr.common.storage import hash_json
 
 MOST_BYTES = 2**30  # largest file of pairs or documents, because both are held in memory
 _CSV = (".csv", ".tsv")
+_LINES = "write an object a line, or .csv, not compressed"
 _MOST_NAMED, _MOST_CHARACTERS = 5, 80
 Part = Literal["development", "test", "train"]
 
@@ -211,14 +212,14 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     try:
                         row = json.loads(text)
                     except json.JSONDecodeError as error:  # whose own line is that of its text
-                        raise DataError(f"{path}, line {line}: is not JSON ({error.msg})") from error
+                        raise DataError(f"{path}, line {line}: is not JSON ({error.msg}); {_LINES}") from error
                     if not isinstance(row, dict):
-                        raise DataError(f"{path}, line {line}: a {type(row).__name__}, not an object with names")
+                        raise DataError(f"{path}, line {line}: a {type(row).__name__}, not an object; {_LINES}")
                     yield line, row
     except DataError:
         raise
     except (ValueError, csv.Error, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
-        kind, hint = ("CSV", "") if path.suffix in _CSV else ("JSON Lines", "; name a file of JSON Lines, .csv or .tsv")
+        kind, hint = ("CSV", "") if path.suffix in _CSV else ("JSON Lines", f"; {_LINES}")
         raise DataError(f"{path}: is not {kind} in UTF-8 ({error}){hint}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
