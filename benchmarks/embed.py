@@ -126,8 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-paragraphs", type=int, default=2_000)
     parser.add_argument("--vocab-size", type=int, default=16_000)
     parser.add_argument("--rounds", type=int, default=3)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = record.parse(parser, arguments)
     from sentence_transformers import SentenceTransformer
 

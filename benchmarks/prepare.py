@@ -206,8 +206,7 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
     min_tokens = settings["min_tokens"]
     long = rows.filter(lambda count: count >= min_tokens, input_columns="num_tokens", num_proc=workers)
     kept = long.filter(is_first, input_columns="digest")  # in one process, because the others would not see its set
-    seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "documents": len(kept), "tokens": sum(kept["num_tokens"])}
+    return {"seconds": time.perf_counter() - begun, "documents": len(kept), "tokens": sum(kept["num_tokens"])}
 
 
 def limit(settings: dict[str, Any]) -> dict[str, Any]:
@@ -215,8 +214,7 @@ def limit(settings: dict[str, Any]) -> dict[str, Any]:
     share, workers = settings["share"], settings["workers"]
     texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
     engine: EngineName = settings["engine"]
-    encoder = BatchTokenizer.load(Path(settings["tokenizer"]), engine)
-    encode: Callable[[list[str]], Any] = encoder.encode
+    encode: Callable[[list[str]], Any] = BatchTokenizer.load(Path(settings["tokenizer"]), engine).encode
     if engine == "tiktoken":
         plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))
         encode = plain.engine(_GPT2_PATTERN).encode_ordinary_batch

@@ -103,8 +103,7 @@ def _late(encoder: Any, short: Any, name: str, page: str) -> list[tuple[str, F32
 def _ranks(scores: F32, owners: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
     """`(queries,)` ranks of the right pages, from 1; a tie is lost."""
     best = np.maximum.reduceat(scores, np.flatnonzero(np.diff(owners, prepend=-1)), axis=1)
-    own = best[np.arange(len(right)), right]
-    return (best >= own[:, None]).sum(axis=1)
+    return (best >= best[np.arange(len(right)), right][:, None]).sum(axis=1)
 
 
 if __name__ == "__main__":

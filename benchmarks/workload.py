@@ -217,8 +217,7 @@ class Workload:
 
     def padded_model(self) -> PreTrainedModel:
         """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""
-        config = EncoderConfig(from_config=SIZES[self.size], dropout=self.dropout)
-        model = _model(self.size, config, self.seed)
+        model = _model(self.size, EncoderConfig(from_config=SIZES[self.size], dropout=self.dropout), self.seed)
         model.set_attn_implementation("sdpa")  # no slower than it can be: a fair baseline
         return model.train().to(self.device)
 

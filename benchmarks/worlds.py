@@ -75,8 +75,7 @@ def batch_of(options: argparse.Namespace, comm: Communicator, step: int, determi
     plan = Plan(options.seed, options.documents, options.documents, unit)
     start, end = plan.slice(comm.rank, comm.size)
     rows = setting.rows(step * options.documents, options.documents).slice(start, end - start)
-    epochs = np.zeros(len(rows), np.int64)
-    return collated(setting.collator(), rows, epochs, start, unit)
+    return collated(setting.collator(), rows, np.zeros(len(rows), np.int64), start, unit)
 
 
 def train(

@@ -170,8 +170,7 @@ def _pair(record: Record) -> tuple[str, str, int] | Record:
         choices = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
         value = repr(record.values[-1])
         value = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
-        message = f"label {value} is unknown; known are {choices}"
-        return failed("unknown_label", record.source, record.offset, message)
+        return failed("unknown_label", record.source, record.offset, f"label {value} is unknown; known are {choices}")
     texts = _texts(record, ("premise", "hypothesis"))
     if not isinstance(texts, tuple):
         return texts
@@ -187,8 +186,7 @@ def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
     texts = record.values[: len(names)]
     for name, text in zip(names, texts, strict=True):
         if isinstance(text, int):
-            message = f"the {name} is the number {text}, not text"
-            return failed("not_text", record.source, record.offset, message)
+            return failed("not_text", record.source, record.offset, f"the {name} is the number {text}, not text")
     written = tuple(str(text or "") for text in texts)
     for name, text in zip(names, written, strict=True):
         if not text.strip():

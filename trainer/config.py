@@ -168,8 +168,7 @@ class TrainConfig(Strict):
         """Sets the objective's default score; it stays empty if there is none."""
         scores = (*self.validation.pairs, *self.objective.scores)
         if scores and not self.validation.score:
-            default = scores[0]
-            self.__dict__["validation"] = self.validation.model_copy(update={"score": default})  # settings are frozen
+            self.__dict__["validation"] = self.validation.model_copy(update={"score": scores[0]})  # settings are frozen
         return self
 
     @model_validator(mode="after")

@@ -264,8 +264,7 @@ def _spans(task: TaskSettings, run: Path, manifest: Manifest | None) -> SpanConf
         values = {key: getattr(geometry, key) for key in _GEOMETRY}
     update = {key: values[key] for key in missing if key in values}
     if "min_tokens" in update:
-        longest = update.get("max_tokens", task.spans.max_tokens)
-        update["min_tokens"] = min(update["min_tokens"], longest)
+        update["min_tokens"] = min(update["min_tokens"], update.get("max_tokens", task.spans.max_tokens))
     return task.spans.model_copy(update=update)
 
 

@@ -295,8 +295,7 @@ def _estimate(plan: RunPlan) -> str:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = config_parser("train")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = config_parser("train").parse_intermixed_args(argv)
     setup_logging("train")
     # before loading torch and Ray, which takes many seconds on a busy machine
     config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)

@@ -124,8 +124,7 @@ def slow(run: Run) -> Snapshot:
 def poison(run: Run, steps: int) -> Snapshot:
     """Put NaN into the last worker's gradient for that many steps."""
     victim = run.workers()[-1]
-    snapshot = run.snapshot()
-    first = snapshot.step + 60
+    first = run.snapshot().step + 60
     run.execute(victim, _NAN.format(first=first, end=first + steps))
     run.wait_for("the bad step", lambda: run.last_step() >= first - 1, ended=True)
     return run.snapshot()

@@ -327,5 +327,4 @@ def removed(folder: Path, unit: str) -> tuple[dict[int, Duplicate], frozenset[st
         return {}, labels
     codes = column.indices.to_numpy(zero_copy_only=True)
     start, stop = np.searchsorted(codes, [place, place + 1])  # rows are in the order of the corpus
-    rows = batch.slice(start, stop - start).to_pylist()
-    return {row["ordinal"]: Duplicate(**row) for row in rows}, labels
+    return {row["ordinal"]: Duplicate(**row) for row in batch.slice(start, stop - start).to_pylist()}, labels

@@ -131,8 +131,7 @@ def decide_records(
     for batch in batches(documents, lambda decision: len(decision.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         # Tokenizing costs most, so it comes after all rules.
         undropped = [decision for decision in batch if not decision.entry.status]
-        texts = [text for decision in undropped for text in decision.texts or (decision.text,)]
-        encoded = iter(encoder.encode(texts))
+        encoded = iter(encoder.encode([text for decision in undropped for text in decision.texts or (decision.text,)]))
         splits = iter(draw([decision.split_key for decision in undropped]))
         for decision in batch:
             if decision.entry.status:

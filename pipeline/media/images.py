@@ -110,8 +110,7 @@ def _upright(image: Any, notes: list[str]) -> Any:
     from PIL import ImageOps
 
     try:
-        turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
-        return ImageOps.exif_transpose(image) if turned else image
+        return ImageOps.exif_transpose(image) if image.getexif().get(_ORIENTATION, 1) in _TURNED else image
     except PILLOW_ERRORS:
         notes.append("broken_exif")
         return image
@@ -146,8 +145,7 @@ def _rgb_band(image: Any) -> Any:
         narrow = ((wide * 255 + _WIDE // 2) // _WIDE).astype(np.uint8)
         return Pillow.fromarray(narrow, "L").convert("RGB")
     if image.has_transparency_data:
-        white = Pillow.new("RGBA", image.size, _WHITE)
-        return Pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+        return Pillow.alpha_composite(Pillow.new("RGBA", image.size, _WHITE), image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
 
 

@@ -277,8 +277,7 @@ def json_decoder(names: Names, kind: Any, *default: Any) -> Any:
     """A decoder of JSON objects to the values of `names`; absent ones are `default` or an error; others are checked."""
     fields = [f"value{number}" for number in range(len(names))]
     values: list[Any] = [(name, kind, *default) for name in fields]
-    struct = msgspec.defstruct("Line", values, rename=dict(zip(fields, names, strict=True)))
-    return msgspec.json.Decoder(struct)
+    return msgspec.json.Decoder(msgspec.defstruct("Line", values, rename=dict(zip(fields, names, strict=True))))
 
 
 def _explained(line: bytes, source: str, offset: int, names: Names, numbers: bool) -> Record:

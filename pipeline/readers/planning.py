@@ -385,8 +385,7 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     if is_tar(head.data) and weight > part_bytes:
         packed = stream_of(opened, file.path)
         inner = decompressed(packed, compression, Allowance(packed))
-        key = member_key if rules.blobs else None
-        return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
+        return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, member_key if rules.blobs else None))
     nested = is_tar(head.data) or compression_of(head.data) is not None
     if is_expected or nested or (head.format(rules, inside=False) is not None and _is_data(head, file, rules)):
         return whole

@@ -200,8 +200,7 @@ def read_delimited(body: Body, delimiter: str) -> Records:
         elif problem:
             yield failed(rows.no_column, source, row, problem)
         elif fields and rows.is_cut(fields, header, columns):
-            message = f"the row has {len(fields)} of {len(header)} columns"
-            yield failed("invalid_csv", source, row, message)
+            yield failed("invalid_csv", source, row, f"the row has {len(fields)} of {len(header)} columns")
         else:
             # Back to bytes, with the error handler by which the feed has decoded.
             values = [fields[column].encode("utf-8", "surrogateescape") for column in columns if fields]

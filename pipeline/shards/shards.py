@@ -134,8 +134,7 @@ class ShardSet:
             return self._shard(0).schema.empty_table()
         # The rows were gathered by record batch; restore the requested order.
         order = np.argsort(np.concatenate(requested_places), kind="stable")
-        gathered = pa.Table.from_batches(pieces).combine_chunks()
-        table = gathered.take(pa.array(order)).combine_chunks()
+        table = pa.Table.from_batches(pieces).combine_chunks().take(pa.array(order)).combine_chunks()
         if unsound := rows_problem(table.to_batches()[0], self._facts):
             at, problem = unsound
             path = self._folder_of(int(which[at])) / self._shards[which[at]].name

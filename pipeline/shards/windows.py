@@ -41,8 +41,7 @@ def limit_in_words(geometry: Geometry, short_documents: ShortDocuments) -> str:
     """The length of the shortest document to keep, with the settings that decide it."""
     anchors = "" if short_documents == "fewer_anchors" else f" * geometry.num_anchors ({geometry.num_anchors})"
     name = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
-    tokens = shortest_document(geometry, short_documents)
-    return f"2{anchors} * geometry.{name} ({getattr(geometry, name)}) = {tokens}"
+    return f"2{anchors} * geometry.{name} ({getattr(geometry, name)}) = {shortest_document(geometry, short_documents)}"
 
 
 def window_tokens(num_tokens: int, geometry: Geometry, short_documents: ShortDocuments = "drop") -> int:

@@ -82,8 +82,7 @@ class BatchTokenizer:
         pieces: list[list[Ids]] = [[] for _ in texts]
         # Batches are small, because an encoding takes many times the memory of its text.
         for batch in batches(self._pieces(texts), lambda piece: len(piece[1]), _BATCH_CHARACTERS):
-            encoded = self._encode([piece for _, piece in batch])
-            for (index, _), ids in zip(batch, encoded, strict=True):
+            for (index, _), ids in zip(batch, self._encode([piece for _, piece in batch]), strict=True):
                 pieces[index].append(ids)
         nothing = np.empty(0, np.uint32)  # an empty text has no pieces
         return [ids[0] if len(ids) == 1 else np.concatenate([*ids, nothing]) for ids in pieces]
@@ -169,8 +168,7 @@ def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
     """Types of a pre-tokenizer and of its parts."""
     if pre_tokenizer is None:
         return []
-    inner = pre_tokenizer.get("pretokenizers", [])
-    return [pre_tokenizer["type"], *(name for part in inner for name in _types(part))]
+    return [pre_tokenizer["type"], *(name for part in pre_tokenizer.get("pretokenizers", []) for name in _types(part))]
 
 
 def batches(

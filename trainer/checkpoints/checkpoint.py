@@ -59,8 +59,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
     with atomic_folder(path) as aside:
         files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
         sizes = {name: (aside / name).stat().st_size for name in files}
-        done = state.model_copy(update={"files": files, "sizes": sizes})
-        write_json(aside / STATE, done.model_dump(mode="json"))
+        write_json(aside / STATE, state.model_copy(update={"files": files, "sizes": sizes}).model_dump(mode="json"))
     return path
 
 
@@ -105,8 +104,7 @@ def read_state(path: Path, verify: bool = True) -> RunState:
     except OSError as error:
         raise UnreadableError(f"{path}: {name} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        why = first_problem(error, RunState)
-        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({why})") from error
+        raise CheckpointError(f"{path}: {STATE} is missing or unreadable ({first_problem(error, RunState)})") from error
     return state
 
 
@@ -190,8 +188,7 @@ def find_best(folder: Path, score: str) -> tuple[Path, RunState] | None:
 
     Logs each one that it skips, because it may have been the best.
     """
-    states = states_in(folder, warn=True)
-    scores = {step: state.scores[score] for step, state in states if score in state.scores}
+    scores = {step: state.scores[score] for step, state in states_in(folder, warn=True) if score in state.scores}
     return first_whole(folder, from_best(scores))
 
 

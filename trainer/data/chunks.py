@@ -53,8 +53,7 @@ class RankPlan:
     def chunk(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and document numbers of a chunk, in order."""
         first = self.first_step + number * self.chunk_steps
-        last = min(first + self.chunk_steps, self.last_step)
-        return self.plan.documents(first, last, self.start, self.end)
+        return self.plan.documents(first, min(first + self.chunk_steps, self.last_step), self.start, self.end)
 
 
 def rank_plan(

@@ -94,5 +94,4 @@ def mask_tokens(
 
 def ranges(sizes: I64) -> I64:
     """0..size-1 for each size, one after the other."""
-    starts = np.cumsum(sizes) - sizes
-    return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
+    return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)

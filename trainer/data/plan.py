@@ -79,8 +79,7 @@ def permute(
     pending, epoch = np.arange(len(items)), epochs.astype(np.uint64)
 
     def drawn(turn: int, keyed: seeding.U64) -> seeding.U64:
-        words = seeding.blocks(seed, "order", keyed, epoch, np.full_like(keyed, turn))[:, 0]
-        return words.astype(np.uint64) & mask
+        return seeding.blocks(seed, "order", keyed, epoch, np.full_like(keyed, turn))[:, 0].astype(np.uint64) & mask
 
     while len(pending):  # at most 4 times as many values as items, so few rounds
         left, right = values >> shift, values & mask

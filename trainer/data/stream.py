@@ -140,8 +140,7 @@ def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks
     for table in documents(rank_plan, tasks):
         table = table.combine_chunks()
         epochs = table.column("epoch").to_numpy()
-        batch = collated(collator, table, epochs, rank_plan.start, rank_plan.plan.canonical_documents)
-        yield batch.to(device)
+        yield collated(collator, table, epochs, rank_plan.start, rank_plan.plan.canonical_documents).to(device)
 
 
 @dataclass

@@ -47,8 +47,7 @@ def encoder_problems(
 
 
 def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
-    manifest = plan.manifests[task.name]
-    encoder, info = plan.config.encoder, manifest.tokenizer
+    encoder, info = plan.config.encoder, plan.manifests[task.name].tokenizer
     if info is None:  # images or audio, which kind_problem reports
         return []
     folder = plan.data[task.name][0] / TOKENIZER
@@ -145,8 +144,7 @@ def _weight_problems(plan: RunPlan, task: TaskSettings, tokenizer: Any) -> list[
     try:
         objective = build_objective(task, built, manifest.short_documents)
     except UsageError as error:  # unless the objective's own checks report the same
-        own_problems = objective_settings.problems(task.context(manifest.short_documents), manifest)
-        return [] if own_problems else [str(error)]
+        return [] if objective_settings.problems(task.context(manifest.short_documents), manifest) else [str(error)]
     if wrong := _size_problems(plan, task, built, objective):
         return wrong
     if encoder.projection.kind != "none" and objective.exported():

@@ -137,8 +137,7 @@ def _device(scaling: ScalingConfig, run: Path) -> torch.device:
     """The device that a run on this machine would choose."""
     kind = kept_device(scaling, run)
     if kind == "auto":
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= scaling.least_workers
-        kind = "cuda" if enough else "cpu"
+        kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= scaling.least_workers else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train --plan", ["this run trains on GPUs, and torch finds none here; plan it where one is"])
     return torch.device(kind)

@@ -112,8 +112,7 @@ def _of_workers(failures: dict[int, Exception], account: str) -> GroupFailure:
         others = f" (and {len(deaths) - 1} more)" if len(deaths) > 1 else ""
         return GroupFailure(f"{_who(rank, deaths[rank])} died{others}{_why(deaths[rank])}", "death", account)
     rank = min(raised)
-    summary = f"worker {rank} lost the others: {_line(raised[rank])}"
-    return GroupFailure(summary, "death", account, collateral=True)
+    return GroupFailure(f"worker {rank} lost the others: {_line(raised[rank])}", "death", account, collateral=True)
 
 
 def _who(rank: int, error: Exception) -> str:
@@ -137,7 +136,6 @@ def _why(error: Exception) -> str:
 def _line(error: BaseException) -> str:
     """Type and message of an error on one line."""
     if isinstance(error, RayTaskError):  # a whole traceback: its last line is the error
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return lines[-1].strip()
+        return [line for line in str(error).splitlines() if line.strip()][-1].strip()
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:500]}" if message else type(error).__name__

@@ -167,8 +167,7 @@ class Supervisor:
     def _start_once(self) -> dict[str, Any] | GroupFailure | None:
         """Starts the group once; None at the last step, else the result of its workers or the failure."""
         try:
-            wait_seconds = _HEAD_SECONDS if self.restarts else 0.0
-            start_ray(self.scaling.num_cpus, self.scaling.address, wait_seconds)
+            start_ray(self.scaling.num_cpus, self.scaling.address, _HEAD_SECONDS if self.restarts else 0.0)
             self.signals.take_over()
         except Exception as error:  # Ray raises a bare Exception, for example on a busy machine
             ray.shutdown()
@@ -197,8 +196,7 @@ class Supervisor:
             return fit.result()
         if self.signals.received is not None:
             raise self._stopped(None)
-        nodes = {heartbeat["node"] for heartbeat in reader.heartbeats}
-        failure = blame_node(describe(cause), nodes, self.signals.wait)
+        failure = blame_node(describe(cause), {heartbeat["node"] for heartbeat in reader.heartbeats}, self.signals.wait)
         if self._hang:
             failure = GroupFailure(str(self._hang), "hang", failure.account)
         elif self._notices:

@@ -85,8 +85,7 @@ class KeyedDropout(nn.Module):
 def words(stream: int, count: int, device: torch.device) -> Tensor:
     """`(count,)` fixed uniform int32 words of a stream, for example one for each feature of a layer."""
     zero = np.zeros(1, np.uint64)
-    drawn = seeding.words(stream, "dropout", zero, zero, count)[0]
-    return torch.from_numpy(drawn.view(np.int32).copy()).to(device)
+    return torch.from_numpy(seeding.words(stream, "dropout", zero, zero, count)[0].view(np.int32).copy()).to(device)
 
 
 _TABLES: dict[tuple[int, torch.device], Tensor] = {}
@@ -158,8 +157,7 @@ def padded_attention(
         shared = query.shape[1] // key.shape[1]  # query heads that share a key head
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
         attend = attend_in_parts if query.is_cuda else attend_with_dropout
-        attended = attend(query, key, value, attention_mask, scaling, drop)
-        return attended.transpose(1, 2).contiguous(), None
+        return attend(query, key, value, attention_mask, scaling, drop).transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output: tuple[Tensor, None] = sdpa_attention_forward(

@@ -240,8 +240,7 @@ class Encoder(nn.Module):
 
 
 def _mlm_loss(model: "PreTrainedModel", hidden: Tensor, labels: Tensor) -> Tensor:
-    logits = _at_least_float32(mlm_head(model)(hidden))
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(_at_least_float32(mlm_head(model)(hidden)), labels, reduction="sum", ignore_index=IGNORED)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

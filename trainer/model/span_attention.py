@@ -179,8 +179,7 @@ def _difference(head_size: int, device: torch.device, drops: bool, dtype: torch.
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         starts = torch.tensor(bounds, dtype=torch.int32, device=device)
         order = torch.arange(len(_TRIED_LENGTHS), dtype=torch.int32, device=device)
-        longest = max(_TRIED_LENGTHS)
-        return attend_spans(query, key, value, starts, order, longest, None, None, drop if drops else None)
+        return attend_spans(query, key, value, starts, order, max(_TRIED_LENGTHS), None, None, drop if drops else None)
 
     def explicit(*tensors: Tensor) -> Tensor:
         outputs = []

@@ -203,8 +203,7 @@ class Scd(TextObjective[ScdConfig]):
         rates = [config.dropout_rates, config.attention_dropout_rates or config.dropout_rates]
         numbers = np.tile([0, 1], count)  # one key with two rates would nest the masks of the views
         by_view = np.array(rates, np.float64).T  # of hidden states and attention weights
-        spans = collator.pack(texts, np.repeat(texts.first, 2), numbers, epochs, by_view[numbers])
-        return RankBatch(spans, count)
+        return RankBatch(collator.pack(texts, np.repeat(texts.first, 2), numbers, epochs, by_view[numbers]), count)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """The two terms (SCD eq. 1 to 4, as the released code computes them)."""

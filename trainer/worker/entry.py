@@ -130,8 +130,7 @@ class Reporter:
         name: str | None = None,  # of the checkpoint's folder; None on other workers than the first
     ) -> None:
         """Reports later, in order; all workers call it."""
-        checkpoint = None if name is None else Checkpoint(f"{self._folder}/{name}")
-        self._reports.put((dict(metrics), checkpoint))
+        self._reports.put((dict(metrics), None if name is None else Checkpoint(f"{self._folder}/{name}")))
 
     def close(self) -> None:
         """Waits until everything is reported; only for the end of the training, because the other workers must come."""

@@ -129,8 +129,7 @@ def prepared_pairs(
     lines = [json.dumps({"query": query, "text": train.texts[row]}) for query, answers in rows for row in answers]
     file, folder = output / PAIRS_FILE, output / PAIRS_DATA
     write_text(file, "\n".join(lines) + "\n")
-    manifest = prepare(config.prepare_pairs_config(file, folder, address))
-    return folder, manifest.totals["kept_train"]
+    return folder, prepare(config.prepare_pairs_config(file, folder, address)).totals["kept_train"]
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,7 @@ def spearman(values: F64) -> float:
 def _ranks(values: F64) -> F64:
     """Ranks of `(N,)` values around 0; equal values have the mean of their ranks."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts + 1) / 2)[group] - (len(values) - 1) / 2
+    return (np.cumsum(counts) - (counts + 1) / 2)[group] - (len(values) - 1) / 2
 
 
 def item_errors(influence: F64) -> F64:

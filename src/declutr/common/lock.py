@@ -195,8 +195,7 @@ class StoreLock(RunLock):
         return _read_holder(self._remote.read(LOCK) or b"", self._remote.at(LOCK))
 
     def _write(self) -> None:
-        content = msgspec.structs.asdict(self._holder) | {"beat": time.time()}
-        self._remote.put(LOCK, msgspec.json.encode(content))
+        self._remote.put(LOCK, msgspec.json.encode(msgspec.structs.asdict(self._holder) | {"beat": time.time()}))
 
     def _renew(self) -> None:
         self._write()

@@ -100,8 +100,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
         raise UsageError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
         get_logger().warning(in_options(line))
-    alone = [unit.model_copy(update={"parts": [part]}) for unit in units for part in unit.parts]
-    return with_file_states(alone)
+    return with_file_states([unit.model_copy(update={"parts": [part]}) for unit in units for part in unit.parts])
 
 
 _ID_HINT = ". --id-field names a key or column of texts or whole numbers"

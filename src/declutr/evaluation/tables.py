@@ -148,8 +148,7 @@ def _headline(model: _Model, task: str) -> float | None:
 
 
 def _average(model: _Model, name: str) -> Average:
-    rows = averages(model.results.get("senteval", {}), "senteval")
-    return next(average for average in rows if average.name == name)
+    return next(average for average in averages(model.results.get("senteval", {}), "senteval") if average.name == name)
 
 
 def _mean(values: list[float]) -> float:

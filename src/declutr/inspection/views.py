@@ -86,8 +86,7 @@ class StepReader:
             table = fetched(self.task.shards, row, in_epoch, getattr(self.collator, "fetch", None))  # or mixed
             batch = self.collator.collate(table, in_epoch)
             identity, source, offset = (origin[name][0].as_py() for name in ("id", "source", "offset"))
-            roles = self._roles(table, in_epoch)
-            yield ReadRow(position, epoch, number, identity.hex(), source, offset, batch, roles)
+            yield ReadRow(position, epoch, number, identity.hex(), source, offset, batch, self._roles(table, in_epoch))
 
     def _roles(self, table: pa.Table, epochs: np.ndarray) -> list[str]:
         """Places of the spans of a document, or the masks of a clip."""
@@ -142,8 +141,7 @@ def step_lines(
         matched = True
         reader, digest = StepReader(task, order.folder), 0
         head = f"Step {step:,} of {order.last_step:,}{f', task {name}' if name else ''}: objective "
-        noun = task.shards.manifest.noun
-        within = f"{len(numbers)} {noun} of {_within(epochs)}"
+        within = f"{len(numbers)} {task.shards.manifest.noun} of {_within(epochs)}"
         if task.plan.sizes:
             within += f" ({', '.join(_by_corpus(task, epochs, numbers))})"
         yield f"{head}{task.settings.objective.kind}, {within}, seed {task.settings.seed}", True

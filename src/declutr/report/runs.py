@@ -225,8 +225,7 @@ def _glance(run: RunRecord, order: RunOrder | None) -> dict[str, object]:
     if run.summary is not None:
         state = f"Ended after step {run.summary.steps:,}{of} ({run.summary.ended}): {run.summary.seconds:,.0f} s."
     else:
-        newest = max((line["time"] for line in run.lines), default=0.0)
-        written = _moment(newest) or "never"
+        written = _moment(max((line["time"] for line in run.lines), default=0.0)) or "never"
         step = max((line["step"] for line in run.of_kind("step")), default=0)
         state = f"Not ended: step {step:,}{of} is the newest in the metrics, written {written}."
     verdict = "no verdict before the run ends" if run.summary is None else run.summary.verdict.sentence

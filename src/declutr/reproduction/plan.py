@@ -129,8 +129,7 @@ class ItemPlan:
         self.partial = less or bool(self.unscored)  # not all cells, seeds and columns of the scale are here
         # name of the files, without its end: a part does not replace the results of the whole
         self.results = "results-part" if self.partial else "results"
-        official = self.settings.preset == "official"
-        self.classifier = ClassifierConfig() if official else ClassifierConfig.prototyping()
+        self.classifier = ClassifierConfig() if self.settings.preset == "official" else ClassifierConfig.prototyping()
 
     def _planned(self, labels: Mapping[str, str], source: Prepared | KnownEncoder, seed: int) -> PlannedRun:
         run = PlannedRun(labels, seed, self.folder)

@@ -78,8 +78,7 @@ def _work(run: PlannedRun) -> str:
     if config.steps is None:
         passes = f"{config.epochs or 1.0:g} pass(es){share} over {' and '.join(config.places)}"
         return f"{passes}, {config.batch_documents} a step"
-    rows = config.steps * config.batch_documents
-    return f"{config.steps:,} steps x {config.batch_documents} rows = {rows:,}{share}"
+    return f"{config.steps:,} steps x {config.batch_documents} rows = {config.steps * config.batch_documents:,}{share}"
 
 
 def reproduce(

@@ -235,8 +235,7 @@ class Declutr(Objective[DeclutrConfig]):
         """
         lengths = {"min_tokens": self.run.spans.min_tokens, "max_tokens": self.run.spans.max_tokens}
         pair = replace(self.run, spans=SpanConfig(num_anchors=1, num_positives=1, strategy="adjacent", **lengths))
-        unmasked = DeclutrConfig(terms="contrastive")
-        collator = SpanCollator(unmasked, pair, held_out.vocabulary, held_out.max_content)
+        collator = SpanCollator(DeclutrConfig(terms="contrastive"), pair, held_out.vocabulary, held_out.max_content)
         rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
         return SpanValidator(collator, held_out, rows, sizes=self.sizes)
 

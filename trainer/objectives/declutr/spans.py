@@ -67,8 +67,7 @@ def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose:
     uniform = seeding.unit(drawn).reshape(num_documents, num_anchors, per_anchor)
     kinds = None
     if config.query_share:  # under a purpose of their own: other draws do not depend on the share
-        of_kinds = seeding.words(seed, f"{purpose}, kinds", keys, epochs.astype(np.uint64), num_anchors)
-        kinds = seeding.unit(of_kinds)
+        kinds = seeding.unit(seeding.words(seed, f"{purpose}, kinds", keys, epochs.astype(np.uint64), num_anchors))
     positive = uniform[..., own:].reshape(num_documents, num_anchors, num_positives, per_positive)
     return Draws(
         windows=uniform[..., 0],

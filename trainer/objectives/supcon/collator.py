@@ -41,8 +41,7 @@ class ClipCollator:
             rows = rows if VIEWS in rows.column_names else self.fetch.views(rows, epochs)
             values, sizes = self._images(rows)
         lengths = sizes + 1
-        starts = np.cumsum(lengths) - lengths
-        places = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+        places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         patches = np.zeros((len(places), *values.shape[1:]), values.dtype)
         patches[places > 0] = values
         words = dropout_words(
@@ -117,11 +116,9 @@ class ClipCollator:
                 view[:, mels] = 0
                 columns, bands = max(1, count // deep), view.shape[1] // wide
                 view = np.pad(view, ((0, max(0, deep - count)), (0, 0)))[: columns * deep, : bands * wide]
-                cut = view.reshape(columns, deep, bands, wide).transpose(0, 2, 1, 3)
-                parts.append(cut.reshape(-1, deep * wide))
+                parts.append(view.reshape(columns, deep, bands, wide).transpose(0, 2, 1, 3).reshape(-1, deep * wide))
                 sizes.append(len(parts[-1]))
-        empty = np.empty((0, deep * wide), np.float32)
-        return np.concatenate([empty, *parts]), np.array(sizes, np.int64)
+        return np.concatenate([np.empty((0, deep * wide), np.float32), *parts]), np.array(sizes, np.int64)
 
 
 def label_keys(rows: pa.Table) -> NDArray[np.int64]:

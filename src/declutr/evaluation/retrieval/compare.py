@@ -145,8 +145,7 @@ def score_encoder(
 
 def _by_chunks(name: str, test: RetrievalTest, scores: Callable[[slice], F32]) -> RetrievalScores:
     """A row of the table, with the scores of a few queries in memory at a time."""
-    starts = range(0, len(test.queries), _CHUNK_QUERIES)
-    parts = [slice(start, start + _CHUNK_QUERIES) for start in starts]
+    parts = [slice(start, start + _CHUNK_QUERIES) for start in range(0, len(test.queries), _CHUNK_QUERIES)]
     values = [measures(scores(part), test.relevant[part]) for part in parts]
     return RetrievalScores(name, np.concatenate(values), test.answers)
 

@@ -76,8 +76,7 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
         raise DataError(f"{name}: none of its {left_out} judgements names a query and a document of its files")
     keys = [key for key in queries if key in judged]
     test = RetrievalTest([queries[key] for key in keys], list(documents.values()), [sorted(judged[k]) for k in keys])
-    digest = hash_json([hash_file(path) for paths in parts.values() for path in paths])
-    return NanoTest(name, test, digest, left_out)
+    return NanoTest(name, test, hash_json([hash_file(path) for paths in parts.values() for path in paths]), left_out)
 
 
 def _files(root: Path, name: str, part: str) -> list[Path]:

@@ -78,8 +78,7 @@ class Network:
         """Logits (S, R, C, B) of `rows` (S, B, D)."""
         weight, bias = self.parameters
         # the weight times the transposed rows: 6 us a set, and 20 the other way round (docs/evidence/log.md)
-        flat = torch.baddbmm(bias.view(len(bias), -1, 1), weight.flatten(1, 2), rows.mT)
-        return flat.view(*bias.shape, -1)
+        return torch.baddbmm(bias.view(len(bias), -1, 1), weight.flatten(1, 2), rows.mT).view(*bias.shape, -1)
 
     def backward(self, rows: Tensor, grad: Tensor, out: list[Tensor]) -> None:
         """Write the gradient of both parameters into `out`, given that of the logits (S, R, C, B)."""

@@ -59,8 +59,7 @@ def kfold(train: Examples, test: Examples, num_classes: int, config: ClassifierC
     """Cross-validation on `train` chooses the decay; a refit on 95% of `train` is tested."""
     labels = train.labels.numpy()
     sets = [TrainingSet(*fold) for fold in stratified_folds(labels, config.num_folds, config.seed)]
-    fits = fit_many(train, train, sets, config.decays, config, num_classes)
-    means = _means(fits.accuracies)
+    means = _means(fit_many(train, train, sets, config.decays, config, num_classes).accuracies)
     chosen = int(np.argmax(means))  # the first of equal ones, as in the official code
     refit = fit_many(
         train, train, [hold_out(np.arange(len(labels)), config.seed)], [config.decays[chosen]], config, num_classes
@@ -166,8 +165,7 @@ def relatedness(
 def predict(network: Network, features: Table) -> NDArray[np.float64]:
     """Means (N,) of the predicted distributions."""
     buffer = BlockBuffer(features, 1, _SCORING_ROWS)
-    places = torch.arange(len(features))
-    batches = places.split(_SCORING_ROWS)
+    batches = torch.arange(len(features)).split(_SCORING_ROWS)
     parts = [torch.softmax(network.forward(buffer.take(part[None])), 2)[0, 0] for part in batches]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
     return np.arange(1, NUM_BINS + 1) @ shares

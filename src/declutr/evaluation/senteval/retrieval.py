@@ -63,8 +63,7 @@ def retrieval(train: Gallery, dev: Gallery, test: Gallery, *, seed: int = 1111) 
             batch = permutation[begin : begin + BATCH_SIZE]
             # Images first, then captions, each in one call of the stream.
             drawn = [contrasts(stream, permutation, begin) for _ in range(2)]
-            rows = [torch.from_numpy(part) for part in (batch, *drawn)]
-            loss = _loss(train, parameters, rows)
+            loss = _loss(train, parameters, [torch.from_numpy(part) for part in (batch, *drawn)])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -172,8 +172,7 @@ class Report:
     def averages(self) -> tuple[Average, ...]:
         """Averages of complete sets; an incomplete set has no value and names the missing tasks."""
         scores = {name: result.scores for name, result in self.results.items()}
-        marked = {name for name, result in self.results.items() if not result.comparable}
-        return averages(scores, self.protocol, marked)
+        return averages(scores, self.protocol, {name for name, result in self.results.items() if not result.comparable})
 
     def to_json(self) -> dict[str, Any]:
         """Return all results, ready for `json.dumps`."""
