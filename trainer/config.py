@@ -168,7 +168,8 @@ class TrainConfig(Strict):
         """Sets the objective's default score; it stays empty if there is none."""
         scores = (*self.validation.pairs, *self.objective.scores)
         if scores and not self.validation.score:
-            self.__dict__["validation"] = self.validation.model_copy(update={"score": scores[0]})  # settings are frozen
+            default = scores[0]
+            self.__dict__["validation"] = self.validation.model_copy(update={"score": default})  # settings are frozen
         return self
 
     @model_validator(mode="after")
@@ -202,12 +203,6 @@ class TrainConfig(Strict):
                 "scaling.fsdp = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
-        problems += [
-            f"scaling.num_workers = {self.scaling.most_workers}: more than {task.prefix}batch_documents = "
-            f"{task.batch_documents}, so a worker would have no row; lower it, or increase the batch"
-            for task in self.tasks().values()
-            if self.scaling.most_workers > task.batch_documents
-        ]
         main = self.main
         if main.canonical_documents is not None:
             if self.microbatch_tokens == "auto":

@@ -233,9 +233,8 @@ def _checked(path: Path, raw: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
-        again = "delete it, and `prepare` with the same settings makes it again"
-        problem = describe(error, Manifest)[0]
-        raise ShardError(f"{path} is not a manifest of this version: {problem}; {again}") from error
+        problem = f"{describe(error, Manifest)[0]}; restore it, or prepare to another folder"
+        raise ShardError(f"{path} is not a manifest of this version: {problem}") from error
     if manifest.schema_version != SCHEMA_VERSION:
         raise ShardError(f"{path} has schema version {manifest.schema_version}; this code reads {SCHEMA_VERSION}")
     try:

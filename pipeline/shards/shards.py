@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from declutr.common import seeding
-from declutr.common.errors import ShardError
+from declutr.common.errors import ConfigError, ShardError
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.integrity import memory_problem, rows_problem, schema_problem
@@ -27,6 +27,7 @@ from declutr.pipeline.shards.manifest import (
     load_index,
     load_manifest,
 )
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 
 MOST_OPEN = 8192  # some 10 KiB each, and a memory map, of which a process may have 65,530
 
@@ -236,7 +237,19 @@ def check_shards(
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
     if tokenizer and manifest.tokenizer and (problem := tokenizer_problem(folder)):
         problems.append(problem)
+    elif tokenizer and full:
+        problems += other_tokenizer(folder, manifest)
     return problems
+
+
+def other_tokenizer(folder: Path, manifest: Manifest) -> list[str]:
+    """The problem of shards with the tokenizer of others; none if it cannot be loaded, as with code of its own."""
+    info, place = manifest.tokenizer, folder / TOKENIZER
+    try:
+        same = info is None or fingerprint(load_tokenizer(str(place))) == info.fingerprint
+    except (ConfigError, KeyError):
+        return []
+    return [] if same else [f"the tokenizer in {place} is not the one that made the shards"]
 
 
 def tokenizer_problem(folder: Path) -> str | None:

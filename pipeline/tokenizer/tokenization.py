@@ -89,8 +89,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         if type(error) is not Exception and not isinstance(error, OSError | ValueError):
             raise  # `tokenizers` raises plain Exception for a damaged tokenizer.json
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].removesuffix(" from one of:")
-        what = "a folder without a whole tokenizer" if path.is_dir() else "neither a folder nor reachable on the hub"
-        problem = f"is {what}: {first_line}"
+        what = "holds no tokenizer that loads" if path.is_dir() else "is neither a folder nor reachable on the hub"
+        problem = f"{what}: {first_line}"
         if missing := sentencepiece_problem(path):
             problem = missing
         elif unreached:

@@ -65,11 +65,13 @@ def test_path_without_any_home_is_refused():
 def test_folder_problem_names_what_is_in_the_way(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "link of a file").symlink_to(__file__)
     before = sorted(tmp_path.rglob("*"))
     assert {folder_problem(tmp_path), folder_problem(tmp_path / "a" / "b")} == {None}
     for name in ("file", "file/below"):
         says(folder_problem(tmp_path / name), "a file", "folder")
     says(folder_problem(tmp_path / "link"), "link to nothing")
+    says(folder_problem(tmp_path / "link of a file"), "is a file; name a folder")
     says(folder_problem(tmp_path / ("x" * 300)), "too long")
     if sys.platform == "linux":  # the system is asked, not the permissions
         says(folder_problem(Path("/proc/nope")), "/proc")

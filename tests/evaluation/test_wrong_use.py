@@ -3,6 +3,8 @@
 import json
 import logging
 import socket
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -37,7 +39,7 @@ SETTINGS = [
     (["run=shards"], "holds prepared shards"), (["run=point"], "holds a checkpoint"),
     (["run=docs"], "not a run; name a new folder"), (["data=none"], ("data = none", "run `prepare`")),
     (["data=file.txt"], "is a file; name the folder of the shards"), (["run=s3://"], "run = s3://: names no bucket"),
-    (["data=shards"], "is not a manifest of this version"), (["data=cut"], ("Invalid JSON", "delete it, and `prep")),
+    (["data=shards"], "is not a manifest of this version"), (["data=cut"], ("Invalid JSON", "restore it, or prep")),
     (["encoder={pretrained: ./none}"], "no such folder; looked at"),
     (["encoder={pretrained: docs}"], ("encoder.pretrained = docs: is no encoder", "no config.json")),
     (["optim.lrr=1", "steps=yes", "run=file.txt"],
@@ -124,16 +126,15 @@ OTHERS = [
     (["embed", "hashed-words:4", "file.txt", "--output", "caf\udce9.npy"], "the name is not UTF-8"),
     (["embed", "hashed-words:4", "apple " * 80, "--output", "x.npy"], "480 characters are no path"),
     (["evaluate", "hashed-words:4", "--data", "file.txt"], "--data file.txt: is a file; name the folder"),
-    (["copy", "docs", "https://example.com/x"], "https://example.com/x: nothing can be kept there; name a bucket"),
-    (["copy", "docs", "memory://x"], "memory://x: nothing can be kept there"),
+    (["copy", "docs", "https://example.com/x"], "https://example.com/x: it takes no files; name a bucket"),
+    (["copy", "docs", "memory://x"], "memory://x: it takes no files"),
     (["search", "index", "-"], "a query is not read from a pipe"), (["train", "/dev/null"], "is a pipe or a device"),
     (["search", "index/index.json", "a"], "name the index, and queries behind it: declutr search index QUERY"),
     (["report", "run"], "run: is no run (it has no config.yaml)"),
     (["inspect", "model"], "model is an encoder, but no run exported"),
-    (["train", "good.yaml", "scaling.num_workers=17"], "more than batch_documents = 16, so a worker"),
     (["train", "good.yaml", "auxiliary_tasks=x"], "must be a section with settings: auxiliary_tasks.NAME"),
     (["embed", "pointer", "file.txt", "--output", "x.npy"], "is a pointer of git-lfs, not the file; run"),
-    (["evaluate", "hashed-words:4", "--pairs", "list.json"], "write an object a line"),
+    (["evaluate", "hashed-words:4", "--pairs", "list.json"], "write one JSON object a line"),
     (["demo", "run=docs"], "run = docs: holds"),
     (["embed", "file.txt", "model", "--output", "x.npy"], "; model is an encoder, which comes first"),
     (["report", "index", "--output", "docs"], "--output docs: holds "),
@@ -250,3 +251,16 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(place):
 def test_the_version_is_said(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("declutr ")
+
+
+def test_a_deleted_folder_and_closed_streams_are_no_fault_of_this_code(tmp_path):
+    words = f"{sys.executable} -c 'import sys; from declutr.cli.main import main; sys.exit(main(sys.argv[1:]))'"
+    lines = {
+        "mkdir gone; cd gone; rmdir ../gone; {} inspect x": (1, "the current folder was deleted; change to another")
+    }
+    lines |= {"mkdir d; {} copy d file://$PWD/there >&- 2>&-": (0, "")}
+    for line, (status, message) in lines.items():
+        done = subprocess.run(["sh", "-c", line.format(words)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr

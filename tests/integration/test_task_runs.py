@@ -207,7 +207,11 @@ NO_HARD = SUPERVISED | {"hard_negatives": False}
 NO_WEIGHTS = SCD | {"repulsion_weight": 0, "decorrelation_weight": 0}
 BEST = {"validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"}
 WRONG_TEXTS = [
-    ("sentences", {"objective": SCL}, "scl reads pairs; data = .* holds sentences: prepare it with content.kind=pairs"),
+    (
+        "sentences",
+        {"objective": SCL},
+        "scl reads pairs; data = .* holds sentences: prepare it with content.kind=pairs, or",
+    ),
     ("pairs", {"objective": SCD}, "scd reads sentences; data = .* holds pairs"),
     ("sentences", {"objective": SUPERVISED}, "objective.supervised = true: the shards hold sentences"),
     ("pairs", {"objective": SIMCSE}, "objective.supervised = false: the shards hold pairs"),

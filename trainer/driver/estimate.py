@@ -144,9 +144,9 @@ def _device(scaling: ScalingConfig, run: Path) -> torch.device:
 
 
 def _batch(plan: RunPlan, name: str, collator: Collator, step: int, device: torch.device) -> RankBatch:
-    """The share of the first worker of a step of a task."""
-    order = plan.orders[name]
-    start, end = order.slice(0, plan.config.scaling.least_workers)
+    """The share of the last worker of a step of a task, the largest: that of the first may be empty."""
+    order, workers = plan.orders[name], plan.config.scaling.least_workers
+    start, end = order.slice(workers - 1, workers)
     epochs, documents = order.documents(step, step + 1, start, end)
     rows = fetched(plan.training_shards[name], documents, epochs, getattr(collator, "fetch", None)).combine_chunks()
     return collated(collator, rows, epochs, start, order.canonical_documents).to(device)

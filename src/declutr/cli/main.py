@@ -1,10 +1,10 @@
 """Console command `declutr`. A sub-command and its libraries are imported when it runs."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 
 from declutr.common.console.terminal import answered, config_parser, refused, shown
@@ -56,7 +56,8 @@ _INPUTS = {"data": "; run `prepare` with this output", "corpus.paths": ""}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `declutr COMMAND ...`; return the exit status, 1 if the user has something to fix."""
-    sys.stdout = sys.stdout or StringIO()  # closed, as by some daemons
+    # closed, as by some daemons
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115, PTH123
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print("usage: declutr COMMAND ... | --version\n")

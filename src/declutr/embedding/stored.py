@@ -49,7 +49,8 @@ class StoredTexts:
             self._file = pa.ipc.open_file(pa.memory_map(str(path)))
             sizes, before = [], pa.total_allocated_bytes()
             for number in range(self._file.num_record_batches):
-                sizes.append(self._file.get_batch(number).num_rows)
+                batch = self._file.get_batch(number)  # held while its memory is counted
+                sizes.append(batch.num_rows)
                 if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
                     raise wrong_file(self._path, "its batches are compressed")
         except (pa.ArrowException, OSError) as error:

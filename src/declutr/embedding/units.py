@@ -140,7 +140,7 @@ def path_of(unit: Unit, source: str) -> str:
 
 def _refusal(record: ReadFailure, unit: Unit) -> UsageError:
     """The error of a record that cannot be read and is not to be skipped."""
-    names = {NO_TEXT: "--text-field names the key or column of the text; ", "invalid_utf8": "convert it to UTF-8; "}
+    names = {NO_TEXT: "--text-field names the key or column of the text; ", "invalid_utf8": "write it in UTF-8; "}
     # another format may have no such record
     hint = "" if "corpus.format" in record.message else f". {names.get(record.reason, '')}--skip-bad skips such records"
     message = f"{path_of(unit, record.source)} at {record.offset}: {record.reason}: {record.message}{hint}"

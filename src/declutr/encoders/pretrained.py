@@ -282,6 +282,8 @@ def broken_file(folder: Path, needs_weights: bool) -> str:
         return f"{folder / 'config.json'} is missing; {again}"
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", *_WEIGHTS)):
         try:
+            if path.is_file() and path.stat().st_size < 1024 and b"git-lfs" in path.read_bytes():
+                return f"{path} is a pointer of git-lfs, not the file; run `git lfs pull` in {folder}"
             if path.suffix == ".json":
                 read_json(path)
             elif path.suffix == ".bin":
@@ -294,10 +296,8 @@ def broken_file(folder: Path, needs_weights: bool) -> str:
                 with safe_open(path, "pt"):
                     pass
         except (OSError, ValueError, SafetensorError) as error:
-            if not os.access(path, os.R_OK):
+            if path.exists() and not os.access(path, os.R_OK):
                 return f"{path} cannot be read (permission denied)"
-            if path.is_file() and path.stat().st_size < 1024 and b"git-lfs" in path.read_bytes():
-                return f"{path} is a pointer of git-lfs, not the file; run `git lfs pull` in {folder}"
             reason = "it is shorter than its header says" if "not fully covered" in str(error) else error
             return f"{path} is damaged or half downloaded ({reason}); {again}"
     if needs_weights and not any(path.suffix in _WEIGHTS for path in folder.iterdir()):

@@ -139,7 +139,7 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
         yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
         yield f"  its card: {path / 'README.md'}"
     elif (path / "modules.json").is_file() or (path / "config.json").is_file():
-        raise UsageError(f"{path} is an encoder, but no run exported it; `declutr evaluate` describes its scores")
+        raise UsageError(f"{path} is an encoder, but no run exported it; `declutr evaluate` scores it")
     else:
         raise UsageError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder; name one of them")
 
@@ -163,10 +163,6 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     yield from (f"  PROBLEM: {problem}" for problem in problems)
     if problems:  # rows of damaged shards may be anything
         raise ShardError(f"{path}: problems, named above: {len(problems)}")
-    if tokenizer is not None:
-        from declutr.trainer.build import load_tokenizer  # loads torch
-
-        load_tokenizer(path, manifest)  # refuses the tokenizer of other shards
     yield "  all files whole, checksums as in the manifest"
     if not num_documents:
         return

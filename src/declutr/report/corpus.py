@@ -30,7 +30,7 @@ from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.ledger import REJECTED, Entry
 from declutr.pipeline.shards.lookup import entries_at
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, load_manifest
-from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.shards import ShardSet, check_shards, other_tokenizer
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.report.page import REPORT, Role, share, write_page
 from declutr.report.survey import CONTAMINATED, Lengths, Matches, Survey, Tally, TextSurvey, survey, survey_texts, total
@@ -162,12 +162,8 @@ def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
 def gather(folder: Path) -> Content:
     """Reads the contents of a report."""
     manifest = load_manifest(folder)
-    if problems := check_shards(folder):
+    if problems := [*check_shards(folder), *other_tokenizer(folder, manifest)]:
         raise ShardError("\n".join(problems))
-    if manifest.tokenizer is not None:
-        from declutr.trainer.build import load_tokenizer  # loads torch
-
-        load_tokenizer(folder, manifest)  # refuses the tokenizer of other shards
     sums = survey(folder, manifest)
     return Content(
         name=folder.absolute().name,

@@ -116,10 +116,10 @@ def reproduce(
 
     with _locked(plan.folder):
         left = {run.cell: run.config for run in plan.runs if scores_of(plan, run, scorer.data) is None}
-        for cell, config in left.items():  # before any is trained: the turn of a cell may come after hours
+        for cell, config in left.items():  # one seed of each, before any is trained: its turn may come after hours
             try:
                 _check(config)
-            except _FAILURES as error:
+            except (*_FAILURES, UsageError, OSError) as error:
                 say(f"will fail: {cell}: {_reason(error)}")
         for number, run in enumerate(plan.runs, 1):
             if scores_of(plan, run, scorer.data) is None:

@@ -98,8 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise NotADirectoryError(f"{source}, {target}: {what}")
     folder = folders[0]
     if target.startswith(("http://", "https://", "memory://")):
-        raise UsageError(f"{target}: nothing can be kept there; name a bucket, as s3://BUCKET/FOLDER")
-    if target.startswith("file://") and Path(target[7:]).resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"{target}: it takes no files; name a bucket, as s3://BUCKET/FOLDER")
+    local = target.startswith(("file://", "local://"))
+    if local and expand(target.partition("://")[2] or "/").resolve().is_relative_to(folder.resolve()):
         raise UsageError(f"{target} is in {folder}, which would be copied into itself; name a folder elsewhere")
     if is_remote(target):
         if not folder.is_dir():

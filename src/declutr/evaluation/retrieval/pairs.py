@@ -20,7 +20,7 @@ from declutr.common.storage import hash_json
 
 MOST_BYTES = 2**30  # largest file of pairs or documents, because both are held in memory
 _CSV = (".csv", ".tsv")
-_LINES = "write an object a line, or .csv, not compressed"
+_LINES = "write one JSON object a line, or a .csv or .tsv, not compressed"
 _MOST_NAMED, _MOST_CHARACTERS = 5, 80
 Part = Literal["development", "test", "train"]
 
