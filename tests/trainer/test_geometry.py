@@ -251,3 +251,4 @@ def test_a_plan_from_real_steps(data, tmp_path, capsys, monkeypatch):
     assert main([str(path), "--plan"]) == 0
     assert "validations  3 on judged pairs" in capsys.readouterr().out
     assert try_steps(runs.resolved(config)).validation_seconds > 0
+    assert main([str(path), "--plan", "scaling.num_workers=17"]) == 0, "the first worker has no document, the last has"
