@@ -22,7 +22,12 @@ from declutr.common.storage import hash_file
 ADDRESSES = {"head": "10.77.0.1", "worker1": "10.77.0.2", "worker2": "10.77.0.3", "laptop": "10.77.0.9"}
 NODES = {"node1": "10.79.0.1", "node2": "10.79.0.2"}
 STEPS, KILLED_AT = 60, 25
-CHANGES = {"steps": STEPS, "checkpoint": {"every_steps": 10, "keep_last": 2}, "validation": {"every_steps": 30}}
+CHANGES = {
+    "steps": STEPS,
+    "precision": "fp32",
+    "checkpoint": {"every_steps": 10, "keep_last": 2},
+    "validation": {"every_steps": 30},
+}
 JOB, JOB_STEPS, STOPPED_AT = 701, 400, 10  # a stop takes a second or two, this many steps several
 SCALING = {"num_workers": 2, "cpus_per_worker": 2}
 

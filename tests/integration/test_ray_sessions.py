@@ -207,7 +207,8 @@ def test_a_notice_moves_the_run_to_another_node(cluster, data, finished, tmp_pat
     cluster, clouds = cluster
     clouds.action = b'{"action": "terminate", "time": "2100-01-01T00:00:00Z"}'
     scaling = {"address": cluster.address, "cpus_per_worker": 2, "spot_notices": "aws", "max_failures": 0}
-    assert run_training(runs.finished_config(data, tmp_path / "run", scaling=scaling))["steps"] == 8
+    slow = {"microbatch_tokens": 16}  # else the run may be over before it is asked to save
+    assert run_training(runs.finished_config(data, tmp_path / "run", scaling=scaling, **slow))["steps"] == 8
     assert any("spot host (terminate)" in line and "draining node" in line for line in log)
     assert any("to be removed" in line for line in log)
     (moved,) = [line for line in log if "starting again" in line]
