@@ -153,7 +153,7 @@ OTHERS = [
     (["demo", "run=new", "data=docs"], "data = docs: the demo trains on what it prepares"),
     (["train", "good.yaml", "spans=3"], "must be a section with settings: spans.num_anchors, spans.num_positives"),
     (["prepare", "good.yaml", "corpus.paths=[shards]"], "it is shards, without texts; name the documents"),
-    (["reproduce", "siblings", "mlm-start"], "mlm-start: a command runs one item"),
+    (["reproduce", "siblings", "mlm-start"], "mlm-start: a setting is written key=value, and a command runs one item"),
     (["reproduce", "siblings", "--data", "file.txt"], "--data file.txt: is a file; name the folder"),
     (["reproduce", "good.yaml"], "good.yaml is no item, which has a title and scales"),
     (["prepare", "good.yaml", "tokenizer=500"], "tokenizer = 500: must be a section with settings"),

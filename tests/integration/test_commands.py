@@ -99,7 +99,7 @@ def test_shards_of_another_tokenizer_are_refused_also_if_it_is_in_the_place_of_t
         load_tokenizer(broken)
     for command in ("inspect", "report"):
         assert main([command, str(broken)]) == 1
-        says(capsys.readouterr().err, problem)
+        says("".join(capsys.readouterr()), problem)
 
 
 @pytest.mark.parametrize(

@@ -160,9 +160,9 @@ def run_reproduce(arguments: list[str]) -> int:
         print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
         return 0
     if second := next((word for word in options.settings if "=" not in word), None):
-        parser.error(f"{second}: a command runs one item; settings are written key=VALUE")
+        return refused(f"{second}: a setting is written key=value, and a command runs one item")
     if options.data.is_file():
-        parser.error(f"--data {options.data}: is a file; name the folder of all input data")
+        return refused(f"--data {options.data}: is a file; name the folder of all input data")
     name, work, start = Path(options.item).stem, options.work.absolute(), options.start
     if start and not (start / "config.json").is_file():
         return refused(f"--start {start}: has no config.json; name the folder of an encoder of transformers")
