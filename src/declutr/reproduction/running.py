@@ -115,10 +115,10 @@ def reproduce(
         return write_results(plan, [(run, scores_of(plan, run, scorer.data)) for run in plan.runs], command, failed)
 
     with _locked(plan.folder):
-        left = {run.cell: run.config for run in plan.runs if scores_of(plan, run, scorer.data) is None}
+        left = {run.cell: run.config for run in plan.runs if run.config and scores_of(plan, run, scorer.data) is None}
         for cell, config in left.items():  # one seed of each, before any is trained: its turn may come after hours
             try:
-                _check(config)
+                refuse(load_problems(resolve(config)))
             except (*_FAILURES, UsageError, OSError) as error:
                 say(f"will fail: {cell}: {_reason(error)}")
         for number, run in enumerate(plan.runs, 1):
@@ -152,12 +152,6 @@ def _prepare(config: PipelineConfig) -> None:
         prepare(config)
     finally:
         ray.shutdown()  # runs that train in this process need its memory and processors
-
-
-def _check(config: TrainConfig | None) -> None:
-    """Raises the problems of a run's settings, shards and encoder; None: the run trains nothing."""
-    if config is not None:
-        refuse(load_problems(resolve(config)))
 
 
 def _train(config: TrainConfig) -> float:
