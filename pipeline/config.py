@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
 from declutr.common.cluster import SessionConfig
-from declutr.common.config import Strict, flat_keys
+from declutr.common.config import Strict
 from declutr.common.errors import UsageError, missing_extra, refusal
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
@@ -161,14 +161,16 @@ def config_hash(config: PipelineConfig) -> str:
     return hash_json(identity(config))
 
 
-def differing_keys(settings: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differing_keys(settings: dict[str, Any], other: dict[str, Any], section: str = "") -> list[str]:
     """Lines `key: here <value>, there <value>` for settings that differ between our `identity` and another one."""
-    here, there = flat_keys(settings), flat_keys(other)
-    return [
-        f"{key}: here {here.get(key, '(not set)')!r}, there {there.get(key, '(not set)')!r}"
-        for key in sorted(here.keys() | there.keys())
-        if here.get(key, "(not set)") != there.get(key, "(not set)")
-    ]
+    lines = list[str]()
+    for key in sorted(settings.keys() | other.keys()):
+        here, there = settings.get(key, "(not set)"), other.get(key, "(not set)")
+        if isinstance(here, dict) and isinstance(there, dict):
+            lines += differing_keys(here, there, f"{section}{key}.")
+        elif here != there:
+            lines.append(f"{section}{key}: here {here!r}, there {there!r}")
+    return lines
 
 
 def look(values: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ if __name__ == "__main__":
     relay()  # before the imports below start threads
     end_at_signals()
 
+from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
@@ -46,8 +47,6 @@ from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 from declutr.pipeline.shards.ledger import sum_counts, sum_losses
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, build_manifest, examples_of, load_manifest
 from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, load_tokenizer, was_replaced
-
-_INTERRUPTED = 130  # exit status after Ctrl-C, as in shells; also if another host has taken over the output folder
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -106,6 +105,8 @@ def _stop_after_takeover() -> None:
 def _complete(job: Preparation) -> Manifest:
     """Completes an output that this process holds."""
     config, output, plan = job.config, job.output, job.plan
+    if problem := cluster_problem(*named_cluster(output.session.address, "session.address")):
+        raise ConfigError("prepare", [problem])  # before minutes of a tokenizer's training
     output.write_plan(plan)
     tokenizer = write_shared_files(job, output.folder)
     output.share()
@@ -208,18 +209,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = "must be at least 1" if arguments.plan else "needs --plan; session.num_cpus limits a preparation"
         parser.error(f"--cpus {arguments.cpus}: {reason}")
     setup_logging("prepare")
-    try:
-        config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides, look)
-        if arguments.print_config:
-            sys.stdout.write(annotated_yaml(config))
-            return 0
-        if arguments.plan:
-            sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines) + "\n")
-            return 0
-        manifest = prepare(config, verify_inputs=arguments.verify_inputs)
-    except (KeyboardInterrupt, SystemExit) as stopped:  # Ctrl-C, or another signal
-        sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
-        return _INTERRUPTED if isinstance(stopped, KeyboardInterrupt) else int(stopped.code or 0)
+    config = load_config(arguments.config, "prepare", PipelineConfig, arguments.overrides, look)
+    if arguments.print_config:
+        sys.stdout.write(annotated_yaml(config))
+        return 0
+    if arguments.plan:
+        sys.stdout.write("\n".join(plan_ahead(config, arguments.cpus).lines) + "\n")
+        return 0
+    manifest = prepare(config, verify_inputs=arguments.verify_inputs)
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if hint := labels_hint(manifest):
         sys.stdout.write(hint + "\n")

@@ -116,6 +116,8 @@ def test_page_is_plain_markdown(path):
     text = path.read_text()
     assert re.findall(r"^(?:!!!|\?\?\?|:::|```mermaid|```\w+ |\{[%{])", text, re.MULTILINE) == []
     lines = FENCE.sub("", text).splitlines()
+    joined = [line for line in lines if re.search(r"\S.*\| -{3}", line) and not line.lstrip().startswith("| -")]
+    assert joined + [line for line in lines if "> >" in line] == [], "rows of a table or a quotation in one line"
     item = re.compile(r"(?:[-*]|\d+\.) ")
     starts = [pair for pair in pairwise(lines) if item.match(pair[1]) or pair[1].startswith("| ")]
     swallowed = [line for before, line in starts if re.match(r"[^\s|#]", before) and not item.match(before)]

@@ -99,7 +99,10 @@ class RunPlan:
     @cached_property
     def training_shards(self) -> dict[str, ShardSet]:
         """The training split of each task, whose shards the driver has checked."""
-        return {name: training_split(self.tasks[name], folders) for name, folders in self.data.items()}
+        return {
+            name: ShardSet(folders[0], "train", look=False, part=self.tasks[name].part, others=folders[1:])
+            for name, folders in self.data.items()
+        }
 
     @cached_property
     def orders(self) -> dict[str, Plan]:
@@ -122,11 +125,6 @@ class RunPlan:
         """The configuration with absolute paths, and the identity, as JSON."""
         # Ray starts each worker in a working directory of its own.
         return {"config": with_absolute_paths(self.config.model_dump(mode="json")), "identity": self.identity}
-
-
-def training_split(task: TaskSettings, folders: Sequence[Path]) -> ShardSet:
-    """The training rows of a task."""
-    return ShardSet(folders[0], "train", look=False, part=task.part, others=folders[1:])
 
 
 # What a run keeps from its first start.

@@ -55,6 +55,7 @@ from declutr.trainer.driver.continuation import (
     RUN_FILES,
     SUMMARY,
     add_seconds,
+    crowd_problems,
     ended_early,
     first_and_last_scores,
     neighbours_of,
@@ -258,13 +259,14 @@ def _train_and_export(plan: RunPlan, signals: "Signals", began: float) -> dict[s
     return summary
 
 
-def _checked(config: TrainConfig) -> RunPlan | None:
+def _checked(config: TrainConfig, starts: bool = True) -> RunPlan | None:
     """The plan of the run, checked before torch, transformers and Ray are loaded; None if places are to be fetched."""
     refuse(place_problems(config.model_dump()))
     if any(map(is_remote, (config.run, *_data_places(config)))):
         return None
     plan = resolve(config)
     refuse_held(plan.folder)
+    refuse(crowd_problems(config.scaling, plan.folder) if starts else [])
     return plan
 
 
@@ -312,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ", ".join(left),
             )
         return 0
-    plan = _checked(config)
+    plan = _checked(config, starts=not arguments.plan)  # a plan may be of a larger machine
     if arguments.plan:
         sys.stdout.write(_estimate(plan or resolve(config)))
         return 0

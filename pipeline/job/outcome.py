@@ -121,13 +121,14 @@ def too_many_failed(
     if share <= max_error_rate:  # the quotient, because 0.29 * 100 is less than 29 in floats
         return None
     percent = math.ceil(10000 * share) / 100  # rounded up, or it could seem to be within the limit
+    not_text = " (write them in UTF-8)" if "invalid_utf8" in counts.failed else ""
     head = (
         f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({in_words(counts.failed)})"
         f"{f', and about {lost:,} more are lost with their files' if lost else ''}: "
-        f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs and prepare into a "
+        f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs{not_text} and prepare "
         # Rounded up, or it would not be enough.
-        f"new folder, or allow more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends "
-        "at once. Examples:"
+        f"into a new folder, or allow more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same "
+        "command then ends at once. Examples:"
     )
     lines = [*losses_hint(losses, kind), *map(str, failures[:_EXAMPLES])]
     return "\n".join([head, *(f"  {line}" for line in lines)])

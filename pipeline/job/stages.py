@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import WorkerCrashedError
 
+from declutr.common.cluster import named_cluster
 from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
@@ -81,7 +82,7 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         rows = ray.data.from_items(items, override_num_blocks=len(todo))
         arguments: dict[str, Any] = {"folder": str(output.folder), "write": write}
-        arguments["other_hosts"] = stored is not None or config.session.address is not None
+        arguments["other_hosts"] = stored is not None or bool(named_cluster(config.session.address)[1])
         if stored is not None:
             arguments |= {"store": stored.store, "shared": stored.shared_files(stage)}
         results = rows.map(

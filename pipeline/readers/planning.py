@@ -201,7 +201,7 @@ def file_parts(
         unique.setdefault(file.path, file)  # of a file and links to it, the first name counts
     sources = Counter(file.source for file in unique.values())
     files = [file if sources[file.source] == 1 else replace(file, source=file.path) for file in unique.values()]
-    parts, failing, num_good = list[Part](), list[str](), 0
+    parts, failing, num_good = list[Part](), dict[str, list[str]](), 0
     cut_file = partial(_cut_file, rules=rules, part_bytes=part_bytes)
     # each head of a remote file is a request, and a request waits for the network
     with ThreadPoolExecutor(_THREADS if any(is_remote(file.path) for file in files) else 1) as pool:
@@ -218,11 +218,13 @@ def file_parts(
         if cut.skipped:
             skipped.add_file(file.source)
         elif cut.problem:
-            (failing if cut.parts else problems).append(cut.problem)
+            alike = failing.setdefault(cut.problem.replace(file.path, ""), []) if cut.parts else problems
+            alike.append(cut.problem)
         if file.lost or (cut.problem and cut.parts and cut.parts[0].format == "lost"):
             skipped.add(UNREADABLE, file.source)
     if failing and not num_good:  # nothing can be read, so most likely a setting is wrong
-        problems += failing[:_SHOWN_PROBLEMS]
+        for alike in [*failing.values()][:_SHOWN_PROBLEMS]:
+            problems.append(alike[0] + (f" ({len(alike) - 1:,} more files likewise)" if alike[1:] else ""))
     if not parts and files and not problems:  # tables without rows have no part beside others, but no wrong names
         parts = [_whole(file) for file, cut in zip(files, cuts, strict=True) if cut == Cut([])]
         names = " ".join(rules.suffixes)
@@ -245,8 +247,9 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             problems.append(f"corpus.paths: {entry!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
-            where = "check the address" if is_remote(entry) else f"looked at {(place := expand(entry)).absolute()}"
-            where += ", a link to nothing" if not is_remote(entry) and place.is_symlink() else ""
+            place = None if is_remote(entry) else expand(entry)
+            where = f"looked at {place.absolute()}" if place else "check the address, and that its server answers"
+            where += ", a link to nothing" if place and place.is_symlink() else ""
             problems.append(f"corpus.paths: {entry!r} matches no file; {where}")
         idle = [pattern for pattern in idle if not any(f.searched and fnmatchcase(f.source, pattern) for f in matches)]
         usable: list[Input] = []

@@ -342,12 +342,15 @@ def test_messages_of_a_preparation_name_options():
 
 def test_a_better_encoder_ends_with_the_commands_that_search_with_it(encoder, tmp_path, capsys):
     documents = corpus(tmp_path / "my documents.jsonl", 3)
+    documents.write_text(documents.read_text().replace('"text"', '"my text"'))
     verdict = adaptation_scores.Verdict("better", Comparison(0.4, 0.5, 120, (0.05, 0.15)))
     place = tmp_path / "out" / "encoder"
-    result = Result(verdict, "better", TRAINED, "distant", [], "", None, 1, place, facts={"words_weight": 0.75})
+    result = Result(verdict, "better", TRAINED, "distant", [], "", None, 1, place)
+    result.facts.update(words_weight=0.75, failed=1)
     with patch("declutr.adaptation.job.adapt", return_value=result):
         words = ["adapt", str(encoder), str(documents), "--output", str(tmp_path / "out"), "--format", "jsonl"]
-        assert main(words) == 0
+        assert main([*words, "--text-field", "my text"]) == 0
     lines = capsys.readouterr().out.splitlines()
     says(lines, f"next: declutr embed {place} '{documents}' --output texts.parquet --passages", "--format jsonl")
+    says(lines, "--text-field 'my text' --skip-bad")
     says(lines, "declutr index texts.parquet --output texts.index --hybrid --weight 0.75")

@@ -13,7 +13,7 @@ import torch
 from messages import all_of, says
 from processes import ROOT
 
-from benchmarks import batch, embed, record, step, workload
+from benchmarks import embed, record, step, workload
 from benchmarks.adapt import main
 from benchmarks.gpu import __main__ as gpu
 from declutr.pipeline.shards.content import NO_LABEL
@@ -55,22 +55,6 @@ def test_benchmark_of_a_step_has_figures(tmp_path):
     assert 0 < low <= found["ratio_median"] <= high
     assert found["ratio_vs_sentence_transformers"] > 0
     assert found["mfu"] is None
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("objective", "sizes", "ratio"),
-    [("declutr", ("2", "8"), "ratio_4096_to_64"), ("simcse", ("4", "8"), "ratio_16384_to_64")],
-)
-def test_benchmark_of_batches_has_figures(tmp_path, objective, sizes, ratio):
-    own = () if objective == "declutr" else ("--objective", objective)
-    found = figures(batch.main, tmp_path, *TINY, *own, "--sizes", *sizes, "--microbatch-tokens", "100")
-    assert found["peak_mib"].keys() == {*sizes}
-    assert all(peak > 0 for peak in found["peak_mib"].values())
-    assert found[ratio] is None
-    assert found["sizes"][sizes[1]]["microbatches"] > found["sizes"][sizes[0]]["microbatches"] > 1
-    if objective == "simcse":
-        assert (found["objective"], found["sizes"]["8"]["spans"]) == ("simcse", 16)
 
 
 def test_benchmark_of_embedding_has_figures(tmp_path):

@@ -1,9 +1,13 @@
 """Any number of workers reads the same spans; sessions of Ray: Tune, a GPU that torch cannot use, nodes that go."""
 
 import dataclasses
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import ray
@@ -36,6 +40,28 @@ from declutr.trainer.train import run_training
 pytestmark = pytest.mark.ray
 STEPS = 40  # more than an epoch of 257 documents
 BATCH = 8
+
+
+SLOW_END = """
+import time
+from declutr.common.relay import end_at_signals
+from declutr.common.session import start_ray
+end_at_signals()
+start_ray(1)
+print("ready", flush=True)
+try:
+    time.sleep(60)
+finally:
+    time.sleep(4)
+"""
+
+
+def test_a_signal_ends_a_command_in_order_although_its_end_takes_seconds():
+    with subprocess.Popen([sys.executable, "-c", SLOW_END], stdout=PIPE, stderr=PIPE, text=True) as command:
+        assert command.stdout.readline() == "ready\n"
+        command.terminate()
+        assert "received" not in command.communicate(timeout=60)[1]  # Ray's own handler kills after 3 s
+        assert command.returncode == 128 + signal.SIGTERM
 
 
 def rank_plans(data, world, first=0, last=STEPS, chunk_steps=None):

@@ -60,6 +60,8 @@ def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
     anchors, seed = differing_keys(identity(other), identity(config))
     says(anchors, "geometry.num_anchors", "here 2", "there 1")
     says(seed, "seed", "here 1", "there 0")
+    (gopher,) = differing_keys(identity(config), identity(make_config(corpus, filters={"gopher": {}})))
+    says(gopher, "filters.gopher: here None, there {")
 
 
 def test_unit_size_grows_only_with_a_corpus_of_too_many_units_and_the_sample_is_even_over_units(make_config, corpus):

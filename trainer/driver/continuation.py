@@ -4,6 +4,7 @@ The device, CPUs or GPUs, is chosen once, recorded and kept: a spot market takes
 every start chose again would move to CPUs meanwhile.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import NN_ACCURACY
 from declutr.trainer.run import DEVICE, RESUME_SETTINGS, Device, RunPlan, recorded_device
 from declutr.trainer.scaling import ON_GPUS, ScalingConfig
+
+_WORKERS_A_CPU = 4  # more share a CPU in tests alone, and hundreds end a machine
 
 
 def kept_device(scaling: ScalingConfig, run: Path) -> Literal["auto", "cpu", "cuda"]:
@@ -92,10 +95,19 @@ def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[s
         return _gpu_problems(scaling, run)
     if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
         return []
-    name, address = named_cluster(scaling.address)
+    name, address = named_cluster(scaling.address, "scaling.address")
     if address:  # whose GPUs may join later
-        return [*filter(None, [cluster_problem(name.replace("address", "scaling.address"), address)])]
+        return [*filter(None, [cluster_problem(name, address)])]
     return _gpu_problems(scaling, run)
+
+
+def crowd_problems(scaling: ScalingConfig, run: Path) -> list[str]:
+    """More workers than processes of torch that this machine can start, for a run that is not finished."""
+    limit = _WORKERS_A_CPU * (os.cpu_count() or 1)
+    if scaling.least_workers <= limit or named_cluster(scaling.address)[1] or (run / SUMMARY).is_file():
+        return []
+    why = f"more than {limit}, which this machine with {os.cpu_count()} CPUs can start"
+    return [f"scaling.num_workers = {scaling.num_workers}: {why}; lower it, or name a cluster (scaling.address)"]
 
 
 def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:

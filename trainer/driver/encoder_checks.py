@@ -71,7 +71,8 @@ def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
             if own != info.fingerprint:
                 problems.append(
                     f"encoder.pretrained = {encoder.pretrained}: its tokenizer ({own[:12]}) is not the one that made "
-                    f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
+                    f"the shards ({info.fingerprint[:12]}); prepare the corpus with it: "
+                    f"'tokenizer={{kind: pretrained, name: {encoder.pretrained}}}'"
                 )
         model = load_shapes(encoder, tokenizer)  # a model that cannot be built is found here, not on every worker
         if task.objective.mlm:

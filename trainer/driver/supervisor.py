@@ -65,13 +65,9 @@ class Signals:
             self._before = {number: signal.getsignal(number) for number in _NUMBERS}
             if self._before[signal.SIGHUP] == signal.SIG_IGN:
                 del self._before[signal.SIGHUP]
-            self.take_over()
+            for number in self._before:
+                signal.signal(number, self._take)
         return self
-
-    def take_over(self) -> None:
-        """Sets the handlers again: a second session of Ray replaces that of SIGTERM, whatever thread starts it."""
-        for number in self._before:
-            signal.signal(number, self._take)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -168,7 +164,6 @@ class Supervisor:
         """Starts the group once; None at the last step, else the result of its workers or the failure."""
         try:
             start_ray(self.scaling.num_cpus, self.scaling.address, _HEAD_SECONDS if self.restarts else 0.0)
-            self.signals.take_over()
         except Exception as error:  # Ray raises a bare Exception, for example on a busy machine
             ray.shutdown()
             why, account = str(error), "".join(traceback.format_exception(error))

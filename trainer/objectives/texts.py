@@ -210,7 +210,6 @@ class Scd(TextObjective[ScdConfig]):
         config = self.config
         with torch.autocast(batch.views.device.type, enabled=False):  # in at least float32, whatever the forward's type
             first, second = batch.views.unbind(1)
-            # the released sign: +, which pushes the views apart
             cosine = F.cosine_similarity(first, second, dim=-1).mean()
             # of the global batch; released: local sums / global M
             correlation = self._projected(first).T @ self._projected(second) / len(batch.views)
@@ -231,7 +230,7 @@ def contrast(
     batch: Gathered,  # `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key)
     config: SclConfig,  # temperature and numbers of positives and negatives
 ) -> Tensor:
-    """Mean over anchors and their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t; 0 without an anchor.
+    """Mean over anchors of the mean over their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t; or 0.
 
     The sum is over the anchor's positives and negatives. An anchor is the premise of an entailment pair. Its positives
     are the hypotheses of all entailment pairs with this premise; its negatives all other hypotheses of the batch.

@@ -103,19 +103,18 @@ def document_prompt(encoder: TransformerEncoder) -> str:
 
 def steps_within(
     seconds: float, tokens_per_second: float, num_documents: int, window_tokens: int = LENGTHS.window
-) -> int:
-    """Steps of twenty passes, or as many as the time suffices for; 0 if fewer than 20.
+) -> tuple[int, float]:
+    """Steps of twenty passes, or as many as the time suffices for, and the seconds of 20; 0 steps if fewer than 20.
 
     About a third of the seconds is for what follows the training; the tokens per second are the start's in a forward.
     """
     # On average a query has 14 tokens, another anchor 5/6 of a window (Beta(4, 2)), a positive 4/6 (Beta(2, 4)): with
     # three queries of four anchors about half a window each; and 2 special tokens.
     step_tokens = 2 * BATCH_DOCUMENTS * (window_tokens // 2 + 2)
-    training_seconds = seconds * 2 / 3 - _LOAD_SECONDS
-    steps = int(training_seconds * tokens_per_second / (step_tokens * _STEP_COST))
-    if steps < _LEAST_STEPS:
-        return 0
-    return min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
+    step_seconds = step_tokens * _STEP_COST / tokens_per_second
+    steps = int((seconds * 2 / 3 - _LOAD_SECONDS) / step_seconds)
+    most_steps = max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS)
+    return min(steps, most_steps) if steps >= _LEAST_STEPS else 0, (_LEAST_STEPS * step_seconds + _LOAD_SECONDS) * 3 / 2
 
 
 def prepared_pairs(

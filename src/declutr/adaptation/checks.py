@@ -34,8 +34,9 @@ from declutr.encoders.protocol import is_run, no_encoder, unloadable
 from declutr.evaluation.retrieval.pairs import Part, RetrievalTest, read_passages, read_test
 from declutr.pipeline.config import PipelineConfig, found_again
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
-from declutr.pipeline.job.units import UnitReader, plan_units
+from declutr.pipeline.job.units import UnitReader, fit_units, plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.ledger import Counts
 from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
@@ -191,6 +192,9 @@ def check_places(config: AdaptConfig, output: Path, address: str | None) -> tupl
                 problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
         except DataError as error:
             problems.append(f"--stsb: {error}")
+    if config.corpus and not places:
+        plan = config.prepare_config(output / "data", address)
+        places += map(as_options, fit_units(plan.corpus, plan.unit_mib, Skipped(), plan.content)[2])
     if places:  # the corpus is read with the encoder's tokenizer
         raise UsageError("\n".join([*places, *problems]))
     return problems, Inputs(pairs, passages)

@@ -251,6 +251,8 @@ def stored(config: AdaptConfig, output: Path) -> State:
         raise UsageError(
             f"--output {output}: holds an adaptation with another {', '.join(differing)}; name another folder"
         )
+    if state.looks and not state.steps:
+        state.seconds = 0.0  # no training fitted into the minutes; those of the next call are its own
     state.config, state._path = config, path
     return state
 

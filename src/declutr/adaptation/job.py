@@ -282,11 +282,16 @@ class _Adaptation:
             self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
         rate = self.builder.tokens_per_second(self.start) / (1 + self.config.train_on_pairs)
-        steps = steps_within(self.state.seconds_left / fits, rate, documents, self.config.lengths.window)
+        steps, needed_seconds = steps_within(
+            self.state.seconds_left / fits, rate, documents, self.config.lengths.window
+        )
         self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             what = f"--minutes {self.config.minutes:g}: too few for {fits} training{'s' * (fits > 1)} on this machine"
-            get_logger().warning("%s; only the closed form is tried", what)
+            minutes = (
+                math.ceil((self.state.seconds_used + fits * needed_seconds) / 60) + 1
+            )  # a minute for a busier machine
+            get_logger().warning("%s; only the closed form is tried. Give %d or more", what, minutes)
         return steps
 
     def _few(self) -> Result:
@@ -310,6 +315,7 @@ class _Adaptation:
         self._say(
             f"{len(documents):,} documents: too few for a test of their own; {self.primary} judges ({name}) by five "
             f"fits, each on four fifths of the documents: {MEANING[self.primary]}"
+            + ("" if enough else f"; fewer than {MIN_FOLDED} {self.rows} give no verdict")
         )
         look, looks = f"{name}, {steps} steps, test {hash_json([test.digest for test in tests])[:16]}", 1
         folds = list[Rows]()
@@ -357,8 +363,10 @@ class _Adaptation:
             words = judge(start, hybrid, self.primary, seed, min_rows).sentence(self.rows)
             with_words = f"As `declutr index --hybrid --weight {self.weight:g}` searches: {words}."
             general = " ".join(filter(None, [with_words, general]))
+        totals = load_manifest(self.output / "data").totals
         facts: dict[str, float] = {
-            "documents": load_manifest(self.output / "data").totals["kept"],
+            "documents": totals["kept"],
+            "failed": totals["failed"],
             "training_documents": learned_from,
             "steps": self.state.steps or 0,
             "words_weight": self.weight,

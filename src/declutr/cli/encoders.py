@@ -166,6 +166,8 @@ def run_search(arguments: list[str]) -> int:
             place += "" if hit.line is None else f" line {hit.line}"
             text = f"{' '.join(hit.heading.split())}: {text}" if hit.heading else text
             print(f"{hit.score:6.3f}{parts}  {place}  {shorten(text, _SHOWN_CHARACTERS)}")
+    if len(answers) > 2 and not any(" " in query for query in options.query):
+        sys.stderr.write(f"each of the {len(answers)} words was a query; put a question in quotes\n")
     return 0
 
 
@@ -183,7 +185,7 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--format", choices=FORMATS, help="format of the documents (auto)")
     parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
     parser.add_argument("--passage-tokens", type=int, help="tokens of a passage, at most the encoder's window (62)")
-    parser.add_argument("--minutes", type=float, help="time for everything (30)")
+    parser.add_argument("--minutes", type=float, help="sizes the training (30)")
     parser.add_argument("--steps", type=int, help="steps of the training (twenty passes, or as many as there is time"
                         " for); 0: the closed form alone")  # fmt: skip
     parser.add_argument("--stsb", metavar="FOLDER", help="folder with sts-test.csv: measures what was lost in general")
@@ -215,12 +217,17 @@ def run_adapt(arguments: list[str]) -> int:
     if result.looks > 1:
         print(f"This is look {result.looks} at a test in this folder: its interval is too narrow")
     written = f"the encoder is {result.encoder}" if result.encoder else "no encoder was written"
-    print(f"{options['output'] / REPORT}; {written}")
+    report = options["output"] / REPORT  # needs packages that may not be there
+    print(f"{report if report.is_file() else options['output']}; {written}")
     if result.encoder and config.corpus:
         form = "" if config.format == "auto" else f" --format {config.format}"
-        print(f"next: declutr embed {result.encoder} {shlex.join(options['corpus'])} --output texts.parquet --passages "
-              f"--headings{form}\n      declutr index texts.parquet --output texts.index --hybrid --weight "
-              f"{result.facts['words_weight']:g}")  # fmt: skip
+        fields = [] if config.text_field == ["text"] else config.text_field
+        form += "".join(f" --text-field {shlex.quote(name)}" for name in fields)
+        form += " --skip-bad" if config.skip_bad or result.facts["failed"] else ""
+        inputs = shlex.join([str(result.encoder), *options["corpus"]])
+        print(f"next: declutr embed {inputs} --output texts.parquet --passages --headings{form}")
+        weight = f"{result.facts['words_weight']:g}"
+        print(f"      declutr index texts.parquet --output texts.index --hybrid --weight {weight}")
     return 0
 
 

@@ -258,21 +258,22 @@ def _score_mteb(options: argparse.Namespace) -> int:
 def _check_and_score(options: argparse.Namespace) -> int:
     """Fetch and check the data of the tasks, and score the encoders on them."""
     data = options.data or options.download
-    from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.data import inspect, overview
-    from declutr.evaluation.senteval.harness import ScoringChoice
-    from declutr.evaluation.senteval.network import ClassifierConfig
     from declutr.evaluation.senteval.tasks import SETS, STS, TRANSFER, choose_tasks, find
 
     default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
+    words = options.tasks.split(",") if options.tasks else default
     try:
-        nano, words = nanobeir.split_names(options.tasks.split(",") if options.tasks else default)
-        names = choose_tasks(words)
-        tests = nanobeir.read_nanobeir(data, nano)
+        names = choose_tasks([word for word in words if not word.lower().startswith("nano")])
     except UsageError as error:
         raise UsageError(f"--tasks: {error}") from error
     if names and options.data and not any((data / part).is_dir() for part in ("downstream", "probing")):
         raise UsageError(f"--data {data}: has neither downstream/ nor probing/; name their folder, or use --download")
+    from declutr.evaluation.retrieval import nanobeir  # loads torch, as do the two below
+    from declutr.evaluation.senteval.harness import ScoringChoice
+    from declutr.evaluation.senteval.network import ClassifierConfig
+
+    tests = nanobeir.read_nanobeir(data, nanobeir.split_names(words)[0])
     for line in nanobeir.overview(tests):
         _say(line)
     failed = False

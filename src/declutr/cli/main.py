@@ -33,7 +33,7 @@ _COMMANDS = {
         "[ENCODER ...] --data DIR | --pairs FILE | --mteb TASKS: score encoders, or fetch and check the data",
         "cli.evaluate",
     ),
-    "inspect": ("PATH [--json]: describe shards, an encoder or a run, whose checkpoints are verified", "cli.runs"),
+    "inspect": ("PATH: describe shards, an encoder or a run, whose checkpoints are verified", "cli.runs"),
     "reproduce": (
         "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
         "cli.runs",

@@ -54,6 +54,8 @@ def run_report(arguments: list[str]) -> int:
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
     check_there(options.folder)
+    if file := next(filter(Path.is_file, options.folder), None):
+        return refused(f"{file}: is a file; name the folder of a run, or of shards")
     output = options.output
     if output and output.suffix == ".html":
         return refused(f"--output {output}: is a folder, in which report.html is written; name one")

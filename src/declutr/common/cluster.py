@@ -13,9 +13,9 @@ _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
 
 
-def named_cluster(address: str | None) -> tuple[str, str]:
+def named_cluster(address: str | None, setting: str = "address") -> tuple[str, str]:
     """The setting that names a cluster, and its value; an empty value stands for a local session."""
-    return ("address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
+    return (setting, address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
 
 
 def started_cluster() -> str | None:

@@ -64,8 +64,8 @@ def find_config(name: str) -> Path:
     if os.path.exists(config_path):  # noqa: PTH110
         raise ConfigError(name, ["is a pipe or a device; write it to a YAML file"])
     places = {code / "configs": Path("configs")} | {place.parent: config_path.parent for place in candidates}
-    files = {path.name: shown / path.name for place, shown in places.items() for path in place.glob("*.y*ml")}
-    near = nearest(config_path.name, files)  # among all, by the name alone
+    files = {path.stem: shown / path.name for place, shown in places.items() for path in place.glob("*.y*ml")}
+    near = nearest(config_path.stem, files)  # among all, by the name alone
     hint = f"; did you mean `{files[near]}`?" if near else ""
     raise ConfigError(name, [f"no such config file; looked at {' and '.join(map(str, candidates))}{hint}"])
 

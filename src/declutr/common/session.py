@@ -44,6 +44,9 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
         ray.shutdown()
     if not ray.is_initialized():
         _in_lasting_thread(num_cpus, address, wait_seconds)
+    if threading.current_thread() is threading.main_thread():
+        # Ray replaces the handler below Python's in any thread, and ends a process that takes 3 s to stop in order.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     from ray.data import DataContext  # loads pandas, which would delay the start of a session
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)

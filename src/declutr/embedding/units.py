@@ -124,7 +124,7 @@ def check_records(config: EmbedConfig, units: list[Unit]) -> None:
             alone = unit.model_copy(update={"parts": [part]})
             pairs = keyed(alone, UnitReader(alone, corpus), config)
             if isinstance(record := next(pairs, (None, None))[0], ReadFailure):
-                raise _refusal(record, unit)
+                raise _refusal(record, unit, config.output)
 
 
 def part_of(unit: Unit, source: str) -> int:
@@ -138,11 +138,12 @@ def path_of(unit: Unit, source: str) -> str:
     return part.path + source.removeprefix(part.source)
 
 
-def _refusal(record: ReadFailure, unit: Unit) -> UsageError:
+def _refusal(record: ReadFailure, unit: Unit, output: Path) -> UsageError:
     """The error of a record that cannot be read and is not to be skipped."""
     names = {NO_TEXT: "--text-field names the key or column of the text; ", "invalid_utf8": "write it in UTF-8; "}
     # another format may have no such record
     hint = "" if "corpus.format" in record.message else f". {names.get(record.reason, '')}--skip-bad skips such records"
+    hint += " into an --output that ends in .parquet" if hint and output.suffix == ".npy" else ""
     message = f"{path_of(unit, record.source)} at {record.offset}: {record.reason}: {record.message}{hint}"
     return UsageError(message.replace("corpus.format", "--format"))
 
@@ -253,7 +254,7 @@ def embed_unit(
                     number = part_of(unit, record.source)
                     if isinstance(record, ReadFailure):
                         if not config.skip_bad:
-                            raise _refusal(record, unit)
+                            raise _refusal(record, unit, config.output)
                         skipped[number][record.reason] += 1
                         lost[number] |= {path_of(unit, record.source)} if record.reason == "unreadable" else set()
                     else:

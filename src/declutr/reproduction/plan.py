@@ -174,8 +174,10 @@ class ItemPlan:
     def _refuse_start(self, start: Path, encoder: Path) -> None:
         """Refuses an encoder from which not all runs start, or that puts a text before each one."""
         others = any(run.config and run.config.encoder.pretrained != str(encoder) for run in self.runs)
-        if self.settings.start is None or others:
+        if others:
             raise UsageError(f"{self.name} takes no --start: the encoder of its runs is not {START}")
+        if self.settings.start is None:
+            raise UsageError(f"{self.name} takes no --start: its scale {self.scale} has no `start` to replace")
         try:
             recipe = read_recipe(str(encoder), "mean")  # the runs decide the pooling
         except EncoderError as error:

@@ -1,6 +1,6 @@
 """Documents to span batches: sample, cut, add specials, mask, pack. Numpy until the last line; no Ray, no state.
 
-Anchor and positive spans are those of DeCLUTR section 3.1, as the released sampler computes them. Sampling has two
+Anchor and positive spans are those of DeCLUTR section 3.2, as the released sampler computes them. Sampling has two
 parts. `draw` turns keys into random numbers. `place` turns random numbers into spans and is deterministic, so that
 recorded draws can be replayed. All spans are half-open [start, end) in tokens of the document, without special tokens.
 

@@ -93,8 +93,8 @@ Arguments = ParamSpec("Arguments")
 def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """The command with a sentence on stderr and an exit status in place of an error that is the user's to mend.
 
-    The status is 1, or that of a run that stopped on request, or 130 after Ctrl-C. `DECLUTR_LOG=DEBUG` shows where an
-    error came from. Other errors are faults of this code and pass.
+    The status is 1, or that of a run that stopped on request, or 128 + signal. `DECLUTR_LOG=DEBUG` shows where an error
+    came from. Other errors are faults of this code and pass.
     """
 
     @functools.wraps(command)
@@ -110,9 +110,12 @@ def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
             if isinstance(error, OSError) and error.filename and error.strerror:
                 return refused(f"{error.filename}: {error.strerror}")  # without a number of the system
             return refused(error)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stopped:
+            status = getattr(stopped, "code", 128 + signal.SIGINT)
+            if not isinstance(status, int) or status <= 128:  # of a command line that is wrong
+                raise
             refused("stopped; the same command does the rest")
-            return 128 + signal.SIGINT
+            return status
 
     return run
 
