@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from benchmarks import record
 from declutr.common import seeding
 from declutr.pipeline.readers.corpus import ID_BYTES
-from declutr.pipeline.shards.content import LABELS, NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
 from declutr.trainer.build import autocast_type
@@ -30,7 +29,6 @@ from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext, SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig, TextObjectiveConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch
@@ -40,19 +38,9 @@ from declutr.trainer.step.task import TrainTask
 
 POSITIONS = 514  # RoBERTa's first two are never used
 TOTAL_STEPS = 1000  # length of the learning rate's schedule
-OBJECTIVES: dict[str, TextObjectiveConfig] = {
-    "simcse": SimcseConfig(),
-    "scd": ScdConfig(dropout_rates=(0.05, 0.15), decorrelation_weight=0.005, off_diagonal_weight=0.013),
-    "scl": SclConfig(max_tokens=128),
-}  # settings of the papers' BERT runs
 _CPU = torch.device("cpu")
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}  # RoBERTa's
 _FIRST_ORDINARY = 4  # lower ids are RoBERTa's special tokens
-# Lengths without specials, in tokens of bert-base-uncased, at 0%, 5%, ..., 100% of 4,000 texts each: sentences of the
-# English Wikipedia, and premises and hypotheses of SNLI's development set with the counterfactually augmented NLI data.
-_SENTENCE = (5, 9, 11, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 29, 30, 33, 51)
-_PREMISE = (2, 7, 8, 9, 10, 11, 11, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20, 22, 24, 28, 64)
-_HYPOTHESIS = (2, 4, 5, 6, 6, 6, 7, 7, 7, 8, 8, 8, 9, 9, 9, 10, 11, 12, 13, 15, 37)
 
 
 def _roberta(vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, feed_forward: int) -> dict[str, Any]:
@@ -116,30 +104,6 @@ def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: 
     return pa.table(arrays, schema=schema)
 
 
-def text_rows(first: int, count: int, pairs: bool, vocab_size: int, seed: int) -> pa.Table:
-    """Rows [first, first + count) of an endless corpus, in the shards' schema.
-
-    A row is a sentence or, with `pairs`, a premise with a hypothesis of each label. Lengths are drawn from those of
-    real texts, tokens uniformly from the vocabulary without special ids.
-    """
-    lengths = [_PREMISE, *[_HYPOTHESIS] * len(LABELS)] if pairs else [_SENTENCE]
-    labels = [NO_LABEL, *range(len(LABELS))] if pairs else [NO_LABEL]
-    numbers, shares = _shares(first, count, seed, "benchmark texts")
-    sizes = np.stack(
-        [np.interp(shares[:, place], np.linspace(0, 1, len(points)), points) for place, points in enumerate(lengths)],
-        axis=1,
-    ).astype(np.int64)
-    totals, small = sizes.sum(axis=1), vocab_size <= 2**16
-    columns = {
-        "id": ([_identity(seed, number) for number in numbers.tolist()], pa.binary(ID_BYTES)),
-        "tokens": (list(_tokens(numbers, totals, vocab_size, seed)), pa.list_(pa.uint16() if small else pa.uint32())),
-        "starts": (list(np.cumsum(sizes, axis=1) - sizes), pa.list_(pa.int32())),
-        "labels": ([labels] * count, pa.list_(pa.int8())),
-        "num_tokens": (totals, pa.int64()),
-    }
-    return pa.table({name: pa.array(values, type_) for name, (values, type_) in columns.items()})
-
-
 def _shares(first: int, count: int, seed: int, purpose: str) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
     """Numbers of rows, and `(count, n)` draws from [0, 1) for each."""
     numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -194,11 +158,8 @@ class Workload:
         return self.loss(1).collator(vocabulary(self.size), POSITIONS - 4)
 
     def rows(self, first: int, count: int) -> pa.Table:
-        """Rows [first, first + count): documents, or sentences or pairs for an objective over texts."""
-        vocab_size = vocabulary(self.size).size
-        if isinstance(self.objective, TextObjectiveConfig):  # `spans` has no effect
-            return text_rows(first, count, "sentences" not in self.objective.reads, vocab_size, self.seed)
-        return documents(first, count, self.spans, vocab_size, self.seed)
+        """Documents [first, first + count)."""
+        return documents(first, count, self.spans, vocabulary(self.size).size, self.seed)
 
     def batch(self, first: int, count: int) -> RankBatch:
         """Build one worker's batch of a step from rows [first, first + count)."""

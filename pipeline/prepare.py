@@ -17,7 +17,7 @@ if __name__ == "__main__":
     relay()  # before the imports below start threads
     end_at_signals()
 
-from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.cluster import cluster_problem, in_session, named_cluster
 from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
@@ -105,7 +105,8 @@ def _stop_after_takeover() -> None:
 def _complete(job: Preparation) -> Manifest:
     """Completes an output that this process holds."""
     config, output, plan = job.config, job.output, job.plan
-    if problem := cluster_problem(*named_cluster(output.session.address, "session.address")):
+    address = named_cluster(output.session.address, "session.address")
+    if not in_session() and (problem := cluster_problem(*address)):
         raise ConfigError("prepare", [problem])  # before minutes of a tokenizer's training
     output.write_plan(plan)
     tokenizer = write_shared_files(job, output.folder)

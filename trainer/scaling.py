@@ -17,8 +17,8 @@ class ScalingConfig(Strict):
     """Workers, devices and failures, without influence on the batches."""
 
     num_workers: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
-    """Training processes, one a GPU. `[least, most]`: as many as fit on the cluster. 0: in the command's process,
-    without Ray and without restarts."""
+    """Training processes, one a GPU. `[least, most]`: as many as fit on the cluster. On this machine at most four a
+    CPU. 0: in the command's process, without Ray and without restarts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs if every worker has one at the first start, else CPUs. cpu: CPUs. cuda: GPUs, also of later nodes. A
     run keeps its device."""

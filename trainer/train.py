@@ -27,6 +27,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 # Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
+from declutr.common.cluster import in_session
 from declutr.common.config import Settings, config_yaml, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
@@ -72,8 +73,7 @@ if TYPE_CHECKING:  # loads Ray, which no refused run waits for
 
 def _start_ray_aside(config: TrainConfig) -> threading.Event | None:
     """Starts Ray meanwhile; the event: it has started or failed. None if the run is finished, or there is a session."""
-    session = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    if session or (not is_remote(config.run) and (expand(config.run) / SUMMARY).is_file()):
+    if in_session() or (not is_remote(config.run) and (expand(config.run) / SUMMARY).is_file()):
         return None
 
     # Not the thread's `join`: one that a signal interrupts marks the thread as ended, and Ray would be shut down while
@@ -266,7 +266,7 @@ def _checked(config: TrainConfig, starts: bool = True) -> RunPlan | None:
         return None
     plan = resolve(config)
     refuse_held(plan.folder)
-    refuse(crowd_problems(config.scaling, plan.folder) if starts else [])
+    refuse(crowd_problems(config.scaling, plan.folder) if starts and not in_session() else [])
     return plan
 
 

@@ -19,10 +19,9 @@ from typing import Any
 import ray
 from ray.exceptions import WorkerCrashedError
 
-from declutr.common.cluster import named_cluster
+from declutr.common import session
 from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.errors import ShardError
-from declutr.common.session import start_ray
 from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
 from declutr.common.watcher import Watcher
@@ -76,13 +75,13 @@ def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: Token
             engine = output_engine(job, output.folder, units)
             beats = output.folder / HEARTBEATS
             write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine, beats=beats)
-        start_ray(output.session.num_cpus, output.session.address)
+        session.start_ray(output.session.num_cpus, output.session.address)
         needs = {unit.name: encoded(stored.needed_files(stage, unit.name) if stored else {}) for unit in todo}
         items = [{"unit": unit.model_dump_json(), "needs": needs[unit.name]} for unit in todo]
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
         rows = ray.data.from_items(items, override_num_blocks=len(todo))
         arguments: dict[str, Any] = {"folder": str(output.folder), "write": write}
-        arguments["other_hosts"] = stored is not None or bool(named_cluster(config.session.address)[1])
+        arguments["other_hosts"] = stored is not None or not session.started_here
         if stored is not None:
             arguments |= {"store": stored.store, "shared": stored.shared_files(stage)}
         results = rows.map(

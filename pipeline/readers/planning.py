@@ -224,7 +224,7 @@ def file_parts(
             skipped.add(UNREADABLE, file.source)
     if failing and not num_good:  # nothing can be read, so most likely a setting is wrong
         for alike in [*failing.values()][:_SHOWN_PROBLEMS]:
-            problems.append(alike[0] + (f" ({len(alike) - 1:,} more files likewise)" if alike[1:] else ""))
+            problems.append(alike[0] + (f" (files likewise: {len(alike):,})" if alike[1:] else ""))
     if not parts and files and not problems:  # tables without rows have no part beside others, but no wrong names
         parts = [_whole(file) for file, cut in zip(files, cuts, strict=True) if cut == Cut([])]
         names = " ".join(rules.suffixes)

@@ -213,7 +213,7 @@ def load_manifest(folder: Path) -> Manifest:
             if (folder / place).exists():
                 raise ShardError(f"{folder} is {what}, not the output of `prepare`; name the folder of the shards")
         end = "not finished; run `prepare` with this output" if (folder / "plan.json").is_file() else (
-            "no output of `prepare`; prepare the texts into another folder, and name that")  # fmt: skip
+            "no whole output of `prepare`; prepare the texts into another folder, and name that")  # fmt: skip
         raise ShardError(f"{folder} holds no {MANIFEST}: {end}")
     return _checked(path, path.read_bytes())
 

@@ -330,7 +330,11 @@ def test_settings_of_the_file_are_those_of_an_adaptation():
 def test_messages_of_a_preparation_name_options():
     counts = Counts(read=50, kept=48, dropped={}, failed={"nul_bytes": 2}, text_bytes=9, longest_tokens=9)
     failed = as_options(too_many_failed(counts, [], 0.01, "documents", Losses()))
-    says(failed, "4.00% is more than 1%. Repair the inputs and name another --output", "with --skip-bad. Examples")
+    says(
+        failed,
+        "4.00% is more than 1%. Repair the inputs (write them in UTF-8) and name another --output",
+        "with --skip-bad. Examples",
+    )
     settings = AdaptConfig(encoder="e", corpus=["c"], skip_bad=True).prepare_config(Path("data"))
     assert settings.max_error_rate == 1
     other = "output = '/m/adapted/data': was made with other settings"

@@ -283,6 +283,14 @@ def test_opened_after_a_stop_or_a_kill_keeps_time_steps_and_looks(tmp_path):
             assert [state.look(what) for what in ("first", "second", "first")] == [1, 2, 2]
 
 
+def test_more_minutes_are_new_ones_if_those_before_sufficed_for_no_training(tmp_path):
+    with opened(CONFIG, tmp_path) as state:
+        state.write(seconds=600.0)
+    for minutes, left in ((10, 0), (12, 720)):
+        with opened(CONFIG.model_copy(update={"minutes": minutes}), tmp_path) as state:
+            assert left - 1 < state.seconds_left <= left
+
+
 def test_opened_with_a_changed_or_another_encoder_or_a_damaged_file_is_refused(tmp_path):
     for _ in range(2):
         with opened(CONFIG, tmp_path) as state:

@@ -16,14 +16,12 @@ from processes import ROOT
 from benchmarks import embed, record, step, workload
 from benchmarks.adapt import main
 from benchmarks.gpu import __main__ as gpu
-from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.shards.writer import shard_schema
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.model import attention as kernels
 from declutr.trainer.model.attention import Kernels
 from declutr.trainer.objectives.config import SpanConfig
-from declutr.trainer.objectives.texts import Texts
 
 FACTS = {"hardware", "versions", "commit", "command"}
 TINY = ["--model", "tiny", "--device", "cpu", "--spans", "8", "24"]
@@ -64,22 +62,6 @@ def test_benchmark_of_embedding_has_figures(tmp_path):
     assert found["max_abs_diff"] < 1e-5
     assert found["ratio"] == min(found["ratio_sentences"], found["ratio_paragraphs"]) > 0
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
-
-
-@pytest.mark.parametrize(
-    ("objective", "labels"), [("simcse", [NO_LABEL]), ("scd", [NO_LABEL]), ("scl", [NO_LABEL, 0, 1, 2])]
-)
-def test_rows_fit_the_objective_and_have_the_lengths_of_real_texts(objective, labels):
-    setting = workload.Workload("tiny", SpanConfig(), 1, objective=workload.OBJECTIVES[objective])
-    rows, pairs = setting.rows(2, 400), objective == "scl"
-    assert rows.slice(5, 3).equals(workload.text_rows(7, 3, pairs, 1000, seed=1))
-    assert all(row == labels for row in rows.column("labels").to_pylist())
-    read = Texts(rows)
-    assert read.sizes.min() >= 1
-    assert 4 <= read.tokens.min() <= read.tokens.max() < 999
-    lengths = workload._PREMISE if pairs else workload._SENTENCE
-    assert abs(np.median(read.sizes[read.first]) - lengths[10]) <= 2
-    assert len({row["id"] for row in rows.to_pylist()}) == 400
 
 
 def test_documents_are_shards_rows():

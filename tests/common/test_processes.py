@@ -182,7 +182,7 @@ def test_command_ends_at_signals_with_their_status_and_an_ignored_hangup_stays_i
 
 
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\u202eb\rc\bd\x7f\x00\udc80"
-CODE = "import sys; from declutr.common.console.terminal import shown\nwith shown():\n    {}"
+CODE = "import sys; from declutr.common.console.terminal import answered, shown\nwith shown():\n    {}"
 LOGGED = "import sys; from declutr.common.console.logs import setup_logging, get_logger; setup_logging('x'); {}; "
 LOGGED += "get_logger().info('\u2713')"
 
@@ -229,7 +229,7 @@ def test_characters_that_an_encoding_lacks_are_escaped(encoding, code):
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_reader_that_has_gone_ends_the_command_without_a_word(lines):
     """One line fits into the buffer, and meets the closed pipe at the end; many meet it on their way."""
-    code = CODE.format(f"print('\\n'.join(map(str, range({lines}))))\n    print('x')")
+    code = CODE.format(f"answered(lambda: print('\\n'.join(map(str, range({lines})))))()\n    print('x')")
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:

@@ -86,6 +86,8 @@ def test_search_shows_both_parts_and_takes_another_weight_which_needs_words(embe
         assert main(["search", place, "cat mat", "--top", "1", *option]) == 0
         sums = f"{cosine + weight * lexical:6.3f} = {cosine:.3f} + {weight:g} x {lexical:.3f}"
         assert capsys.readouterr().out == f"{sums}  n4  cat cat mat\n"
+    assert main(["search", place, "a", "cat", "mat"]) == 0
+    says(capsys.readouterr().err, "each of the 3 words was a query")
     for weight in ("-1", "nan", "inf", "101"):
         for command in ([*index, str(tmp_path / "i"), "--hybrid"], ["search", place, "cat"]):
             refused([*command, f"--weight={weight}"], f"--weight {weight}", "0 to 100")

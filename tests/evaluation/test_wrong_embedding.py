@@ -110,7 +110,12 @@ def test_files_that_embed_leaves_out_and_embeddings_that_it_replaces_are_named(p
     says(capsys.readouterr().err, "nothing is embedded", "--text-field")
     (place / "latin.txt").write_bytes(b"caf\xe9\n")
     assert main(["embed", HW, "latin.txt", "--output", "latin.npy"]) == 1
-    says(capsys.readouterr().err, "latin.txt at 0: invalid_utf8", "write it in UTF-8; --skip-bad")
+    says(
+        capsys.readouterr().err,
+        "latin.txt at 0: invalid_utf8",
+        "write it in UTF-8; --skip-bad",
+        "into an --output that",
+    )
     assert main(["embed", HW, "late.jsonl", "--output", "late.parquet", "--skip-bad"]) == 0
     assert main(["embed", HW, "good.jsonl", "--output", "ids.parquet", "--id-field", "id"]) == 0
 

@@ -156,7 +156,7 @@ def test_wrong_setting_is_refused(own, tmp_path, capsys, words, part):
 def test_plan_names_cells_seeds_steps_and_rows_and_runs_nothing(own, tmp_path, capsys):
     assert main(["reproduce", *arguments(own, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")]) == 0
     text = capsys.readouterr().out
-    parts = ("12 of 4 cells, seeds [4, 5, 6]; 0 finished", "3 steps x 8 rows = 24", "of 50%", "12 runs left")
+    parts = ("12 (4 cells, seeds [4, 5, 6]), 0 finished", "3 steps x 8 rows = 24", "of 50%", "12 runs left")
     assert [part for part in parts if part not in text] == []
     assert not (tmp_path / "work").exists()
     assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")

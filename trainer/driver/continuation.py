@@ -5,14 +5,13 @@ every start chose again would move to CPUs meanwhile.
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.cluster import cluster_problem, in_session, named_cluster
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, UsageError
@@ -93,7 +92,7 @@ def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[s
         return []
     if scaling.local:
         return _gpu_problems(scaling, run)
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
+    if in_session() and not own_session:
         return []
     name, address = named_cluster(scaling.address, "scaling.address")
     if address:  # whose GPUs may join later
@@ -102,12 +101,12 @@ def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[s
 
 
 def crowd_problems(scaling: ScalingConfig, run: Path) -> list[str]:
-    """More workers than processes of torch that this machine can start, for a run that is not finished."""
+    """More workers than this machine can start, for a run that is not finished and names no cluster."""
     limit = _WORKERS_A_CPU * (os.cpu_count() or 1)
-    if scaling.least_workers <= limit or named_cluster(scaling.address)[1] or (run / SUMMARY).is_file():
+    if scaling.most_workers <= limit or named_cluster(scaling.address)[1] or (run / SUMMARY).is_file():
         return []
-    why = f"more than {limit}, which this machine with {os.cpu_count()} CPUs can start"
-    return [f"scaling.num_workers = {scaling.num_workers}: {why}; lower it, or name a cluster (scaling.address)"]
+    why = f"{scaling.most_workers} workers are more than this machine with {os.cpu_count()} CPUs can start ({limit})"
+    return [f"scaling.num_workers: {why}; lower it, or name a cluster (scaling.address)"]
 
 
 def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:

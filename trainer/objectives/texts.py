@@ -230,10 +230,11 @@ def contrast(
     batch: Gathered,  # `(M, 2, H)` views, and the facts `label`, `premise` (key) and `hypothesis` (key)
     config: SclConfig,  # temperature and numbers of positives and negatives
 ) -> Tensor:
-    """Mean over anchors of the mean over their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t; or 0.
+    """Mean over anchors of the mean over their positives p of -log(exp(s_p) / sum_k exp(s_k)), s = u . v / t.
 
-    The sum is over the anchor's positives and negatives. An anchor is the premise of an entailment pair. Its positives
-    are the hypotheses of all entailment pairs with this premise; its negatives all other hypotheses of the batch.
+    It is 0 without an anchor. The sum is over the anchor's positives and negatives. An anchor is the premise of an
+    entailment pair. Its positives are the hypotheses of all entailment pairs with this premise; its negatives all other
+    hypotheses of the batch.
     """
     premises, hypotheses = batch.views.unbind(1)
     entailed = batch.facts["label"] == ENTAILMENT

@@ -62,7 +62,7 @@ _OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"(?: and|,) `filters`": "",
     r"output = (.+?)/data(?=['\s:])": r"--output \1",
     r"output = ": "--output ",
-    r"^address = ": "--address ",
+    r"^(?:session\.|scaling\.)?address = ": "--address ",
     r"and prepare into a new folder, or allow more with max_error_rate=[\d.]+; the same command then ends at once": (
         "and name another --output, or leave out what cannot be read with --skip-bad"
     ),
@@ -192,12 +192,17 @@ def check_places(config: AdaptConfig, output: Path, address: str | None) -> tupl
                 problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
         except DataError as error:
             problems.append(f"--stsb: {error}")
-    if config.corpus and not places:
-        plan = config.prepare_config(output / "data", address)
-        places += map(as_options, fit_units(plan.corpus, plan.unit_mib, Skipped(), plan.content)[2])
     if places:  # the corpus is read with the encoder's tokenizer
         raise UsageError("\n".join([*places, *problems]))
     return problems, Inputs(pairs, passages)
+
+
+def corpus_problems(config: AdaptConfig) -> list[str]:
+    """Problems of the files of the corpus, such as a missing column, without the encoder."""
+    if not config.corpus:
+        return []
+    plan = config.prepare_config(Path("data"))
+    return [*map(as_options, fit_units(plan.corpus, plan.unit_mib, Skipped(), plan.content)[2])]
 
 
 def _write_documents(config: AdaptConfig, output: Path, passages: Iterable[str]) -> None:

@@ -78,7 +78,7 @@ class AdaptConfig(Strict):
     stsb: str | None = None  # folder of STS-B with sts-test.csv, to measure what was lost in general
     # Tokens of a passage: of those that train, choose and judge.
     passage_tokens: int = Field(default=LENGTHS.passage, ge=30, le=8190)
-    # Time for everything, also over several starts of the command; it decides the number of training steps.
+    # They decide the number of training steps, and count over several starts of the command.
     minutes: float = Field(default=30, gt=0, le=10_000)
     # Steps of the training; null: twenty passes over the documents, or as many as there is time for. 0: none, so that
     # only the closed form is tried.
@@ -251,8 +251,8 @@ def stored(config: AdaptConfig, output: Path) -> State:
         raise UsageError(
             f"--output {output}: holds an adaptation with another {', '.join(differing)}; name another folder"
         )
-    if state.looks and not state.steps:
-        state.seconds = 0.0  # no training fitted into the minutes; those of the next call are its own
+    if not state.steps and config.minutes > state.config.minutes:
+        state.seconds = 0.0  # no training fitted into the minutes before; those of this call are its own
     state.config, state._path = config, path
     return state
 

@@ -197,13 +197,14 @@ def run_adapt(arguments: list[str]) -> int:
     options = _options(parser, arguments, join_fields=False)
     setup_logging("adapt")
     check_there([_path(options["encoder"]), *options["corpus"], *map(options.get, ("passages", "pairs", "stsb"))])
-    from declutr.adaptation.checks import check_places
+    from declutr.adaptation.checks import check_places, corpus_problems
     from declutr.adaptation.config import REPORT, AdaptConfig
     from declutr.common.config import load_config
 
     values = {name: value for name, value in options.items() if name in AdaptConfig.model_fields}
     config = load_config(values, "adapt", AdaptConfig).located()
-    if problems := check_places(config, options["output"].absolute(), options.get("address"))[0]:
+    problems = check_places(config, options["output"].absolute(), options.get("address"))[0]
+    if problems := [*problems, *corpus_problems(config)]:
         raise UsageError("\n".join(problems))
     from declutr.adaptation.job import adapt  # loads torch and Ray, for which a wrong path need not wait
 

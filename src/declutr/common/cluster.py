@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,11 @@ _PAUSE_SECONDS = 0.5
 def named_cluster(address: str | None, setting: str = "address") -> tuple[str, str]:
     """The setting that names a cluster, and its value; an empty value stands for a local session."""
     return (setting, address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
+
+
+def in_session() -> bool:
+    """True if this process has a session of Ray, which is used as it is."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def started_cluster() -> str | None:

@@ -30,6 +30,7 @@ def end_at_signals() -> None:
 
 
 def _exit(number: int, frame: Any) -> NoReturn:  # noqa: ARG001 - the signature of a handler
+    signal.alarm(0)  # Ray's handler, which may have run before, ends the process in 3 s
     raise SystemExit(128 + number)
 
 

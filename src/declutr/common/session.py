@@ -25,7 +25,7 @@ import psutil
 import ray
 from ray.util.annotations import RayDeprecationWarning
 
-_started_here = False  # True if `start_ray` started this process's session on this machine
+started_here = False  # True if `start_ray` started this process's session on this machine
 _SHORT_FOLDER = "/tmp/ray"  # Ray's default if TMPDIR is not set
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
 _SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.1")
@@ -40,13 +40,13 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     A local session has `num_cpus` CPUs, or all of this machine. A lost cluster has `wait_seconds` to come back. The
     signal handlers of this process stay as they are.
     """
-    if _started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
+    if started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
     if not ray.is_initialized():
         _in_lasting_thread(num_cpus, address, wait_seconds)
     if threading.current_thread() is threading.main_thread():
         # Ray replaces the handler below Python's in any thread, and ends a process that takes 3 s to stop in order.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     from ray.data import DataContext  # loads pandas, which would delay the start of a session
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -85,10 +85,10 @@ def _in_lasting_thread(num_cpus: int | None, address: str | None, wait_seconds: 
 
 
 def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
-    global _started_here
+    global started_here
     name, address = named_cluster(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    _started_here = not address
+    started_here = not address
     if address:
         if problem := cluster_problem(name, address, wait_seconds):
             raise ConfigError("ray", [problem])

@@ -199,7 +199,7 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     """List the checkpoints of a run, oldest first; reads all of their bytes, without `verify` only their sizes."""
     folder = run / CHECKPOINTS
     if not folder.is_dir():
-        raise UsageError(f"{run}: --json lists checkpoints, and this is no run; manifest.json describes shards")
+        raise UsageError(f"{run}: --json and --fast are of a run's checkpoints; manifest.json describes shards")
     config = stored_config(run)
     now, steps = time.time(), checkpoint.steps_in(folder)
     seen = (_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps)

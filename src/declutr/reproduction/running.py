@@ -41,7 +41,7 @@ def plan_lines(plan: ItemPlan) -> list[str]:
     done = [(run, record) for run in plan.runs if (record := scores_of(plan, run))]
     lines = [
         f"{plan.item.title} ({plan.item.source}), scale {plan.scale}",
-        f"  runs       {len(plan.runs)} of {len(cells)} cells, seeds {seeds}; {len(done)} finished",
+        f"  runs       {len(plan.runs)} ({len(cells)} cells, seeds {seeds}), {len(done)} finished",
         f"  scores     {', '.join(plan.columns) or 'none'}",
         *(f"  missing    {heading}: {reason}" for heading, reason in plan.unscored.items()),
         f"  folder     {plan.folder}",

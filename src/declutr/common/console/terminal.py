@@ -112,8 +112,8 @@ def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
             return refused(error)
         except (KeyboardInterrupt, SystemExit) as stopped:
             status = getattr(stopped, "code", 128 + signal.SIGINT)
-            if not isinstance(status, int) or status <= 128:  # of a command line that is wrong
-                raise
+            if not isinstance(status, int) or status <= 128 or status == 128 + signal.SIGPIPE:
+                raise  # a command line that is wrong, or nobody reads any more
             refused("stopped; the same command does the rest")
             return status
 
