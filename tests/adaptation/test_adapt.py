@@ -328,7 +328,7 @@ def test_settings_of_the_file_are_those_of_an_adaptation():
 
 
 def test_messages_of_a_preparation_name_options():
-    counts = Counts(read=50, kept=48, dropped={}, failed={"nul_bytes": 2}, text_bytes=9, longest_tokens=9)
+    counts = Counts(read=50, kept=48, dropped={}, failed={"invalid_utf8": 2}, text_bytes=9, longest_tokens=9)
     failed = as_options(too_many_failed(counts, [], 0.01, "documents", Losses()))
     says(
         failed,
