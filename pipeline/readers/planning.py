@@ -218,8 +218,8 @@ def file_parts(
         if cut.skipped:
             skipped.add_file(file.source)
         elif cut.problem:
-            alike = failing.setdefault(cut.problem.replace(file.path, ""), []) if cut.parts else problems
-            alike.append(cut.problem)
+            kind = cut.problem.replace(file.path, "")
+            (failing.setdefault(kind, []) if cut.parts else problems).append(cut.problem)
         if file.lost or (cut.problem and cut.parts and cut.parts[0].format == "lost"):
             skipped.add(UNREADABLE, file.source)
     if failing and not num_good:  # nothing can be read, so most likely a setting is wrong

@@ -282,15 +282,13 @@ class _Adaptation:
             self.state.write(steps=decided)  # once, as a run in the folder refuses other steps
             return decided
         rate = self.builder.tokens_per_second(self.start) / (1 + self.config.train_on_pairs)
-        steps, needed_seconds = steps_within(
-            self.state.seconds_left / fits, rate, documents, self.config.lengths.window
-        )
+        left = self.state.seconds_left / fits
+        steps, needed_seconds = steps_within(left, rate, documents, self.config.lengths.window)
         self.state.write(steps=steps or None)  # none are decided again, because there may be more minutes then
         if not steps:
             what = f"--minutes {self.config.minutes:g}: too few for {fits} training{'s' * (fits > 1)} on this machine"
-            minutes = (
-                math.ceil((self.state.seconds_used + fits * needed_seconds) / 60) + 1
-            )  # a minute for a busier machine
+            # a minute more for a busier machine
+            minutes = math.ceil((self.state.seconds_used + fits * needed_seconds) / 60) + 1
             get_logger().warning("%s; only the closed form is tried. Give %d or more", what, minutes)
         return steps
 
