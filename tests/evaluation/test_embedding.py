@@ -190,6 +190,7 @@ def test_embed_of_unreadable_input_stops_or_counts_it(model, expected, tmp_path,
         assert embed(model, tmp_path / fact.split()[0], tmp_path / "out.npy") == 1
         assert fact in capsys.readouterr().err
         assert not (tmp_path / "out.npy").exists()
+        assert not (tmp_path / ".out.npy.parts").exists()
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy", "--skip-bad") == 1  # an .npy has only places
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.parquet", "--skip-bad") == 0
     says(capsys.readouterr().out, "1 invalid_json")

@@ -218,7 +218,11 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
             locked = False
         if not locked:
             raise UsageError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
-        yield
+        try:
+            yield
+        finally:
+            if folder.is_dir() and [*folder.iterdir()] == [path]:
+                shutil.rmtree(folder, ignore_errors=True)  # no part was written: a refusal leaves nothing behind
     with contextlib.suppress(OSError):  # NFS keeps a removed file, and with it the folder, until it is closed
         folder.rmdir()
 
