@@ -21,11 +21,11 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
-from rows import clip_rows, image_rows
+from rows import clip_rows, image_rows, text_rows
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.workload import OBJECTIVES, SIZES, Workload
+from benchmarks.workload import SIZES, Workload
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model.attention import Kernels, attend
 from declutr.trainer.model.config import FrontendConfig
@@ -34,6 +34,7 @@ from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
@@ -49,6 +50,18 @@ COLLATORS = {
     "audio": ClipCollator(SupconConfig(masks=MASKS), PATCHES, 0),
 }
 """Those of VisualCSE and AudioCSE."""
+OBJECTIVES = {"simcse": SimcseConfig(), "scd": ScdConfig(dropout_rates=(0.05, 0.15)), "scl": SclConfig(max_tokens=128)}
+
+
+@dataclass(frozen=True)
+class TextWorkload(Workload):
+    """Encoder and rows of SimCSE, SCD or SCL: sentences, or premises with a hypothesis of each label."""
+
+    def rows(self, first: int, count: int) -> Any:
+        """Texts of 4 to 40 tokens."""
+        pairs = "sentences" not in self.objective.reads
+        lengths = [4 + 36 * number // count for number in range(count)]
+        return text_rows([[(n, -1), *((n, label) for label in range(3 * pairs))] for n in lengths], first)
 
 
 @dataclass(frozen=True)
@@ -102,9 +115,9 @@ def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **ob
 ARGUMENTS = argparse.Namespace(model="tiny", spans=[16, 64], seed=0), "cpu", "bf16"
 
 
-def texts(kind: str) -> Workload:
+def texts(kind: str) -> TextWorkload:
     """SimCSE, SCD or SCL, with dropped attention weights as in their papers."""
-    return Workload.of(*ARGUMENTS, objective=OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls")
+    return TextWorkload.of(*ARGUMENTS, objective=OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls")
 
 
 def clips(content: Any) -> ClipWorkload:
