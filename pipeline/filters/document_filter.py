@@ -195,7 +195,7 @@ class DocumentFilter:
         """Cleans and judges one document. Whitespace-only text is returned empty without applying any rule."""
         finish = normalise if self._config.normalise_whitespace else str
         if not text or text.isspace():
-            return FilterResult(finish(text), None, None, None)
+            return FilterResult("", None, None, None)
         cleaned, language, drop = self._judge(text)
         if drop is not None:
             return FilterResult(finish(text), drop[0], language, drop[1])

@@ -26,6 +26,7 @@ from declutr.pipeline.texts import LACKS
 _EXAMPLES = 10
 _MUCH_OF_A_FILE, _LEAST_ROWS = 0.1, 10  # share of failures, of a file with that many rows and more
 _MANY_UNKNOWN = 0.01
+_OF_HUB = "corpus.name, corpus.config and corpus.text_field"
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"
 # Remedies by the most frequent reason of failures.
 _REMEDIES = {
@@ -46,9 +47,10 @@ def nothing_kept(
         return None
     if counts.read == 0:
         names = f" = {shown_value(config.corpus.paths)}" if isinstance(config.corpus, FilesCorpus) else ""
-        return f"corpus: empty, the inputs hold no documents; check corpus.paths{names}"
+        return f"corpus: empty, the inputs hold no documents; check {'corpus.paths' if names else _OF_HUB}{names}"
+    from_hub = not isinstance(config.corpus, FilesCorpus)
     if config.content.kind != "documents":
-        return _no_row(counts, config.content, failures)
+        return _no_row(counts, config.content, failures, from_hub)
     failed, num_failed = in_words(counts.failed), sum(counts.failed.values())
     documents = f"{counts.read} documents"
     if 2 * num_failed > counts.read:
@@ -56,7 +58,7 @@ def nothing_kept(
         if num_failed == counts.read:
             problem = f"no document could be read, all {counts.read} failed ({failed})"
         main_reason = max(counts.failed, key=lambda reason: counts.failed[reason])
-        remedy = _REMEDIES.get(main_reason, "check corpus.paths and corpus.format")
+        remedy = _REMEDIES.get(main_reason, f"check {_OF_HUB if from_hub else 'corpus.paths and corpus.format'}")
         examples = [f". The first {main_reason}: {failure}" for failure in failures if failure.reason == main_reason]
         return f"corpus: {problem}; {remedy}" + "".join(examples[:1])
     unread = f" ({failed})" if failed else ""
@@ -76,7 +78,7 @@ def in_words(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {reason}" for reason, number in numbers.items())
 
 
-def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]) -> str:
+def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure], from_hub: bool) -> str:
     """An error message if no row of short texts, images or clips was kept."""
     lost = dict(sorted((counts.dropped | counts.failed).items(), key=lambda item: -item[1]))
     keys = ", ".join(f"{setting}={key}" for setting, key in keys_of(content).items())
@@ -92,7 +94,7 @@ def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]
         message += f"; read with {keys}"
     else:
         settings = "" if content.kind in MEDIA_KINDS else ", corpus.format, corpus.text_field and `filters`"
-        message += f"; check corpus.paths{settings}"
+        message += f"; check {_OF_HUB if from_hub else f'corpus.paths{settings}'}"
     return f"{message}. The first failure: {failures[0]}" if failures else message
 
 

@@ -24,6 +24,7 @@ from declutr.common.console.logs import get_logger, input_bar
 from declutr.common.errors import ShardError
 from declutr.common.storage import Files, decoded, encoded
 from declutr.common.stores.address import is_remote
+from declutr.common.stores.copies import PLAN
 from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.job.output import HEARTBEATS, PROGRESS, Preparation, Stage, output_engine
@@ -129,7 +130,7 @@ def work_on(
     unit = Unit.model_validate_json(row["unit"])
     try:
         if other_hosts:  # on the command's own host the plan has looked at every file
-            _refuse_missing(unit)
+            _refuse_missing(unit, None if store else Path(folder))
         if store is None:
             sidecar = write(unit, Path(folder))
         else:
@@ -142,8 +143,12 @@ def work_on(
     return {"sidecar": sidecar.model_dump_json(), "problem": ""}
 
 
-def _refuse_missing(unit: Unit) -> None:
-    """Checks that this host sees the local inputs that the command saw; otherwise they would count as failed."""
+def _refuse_missing(unit: Unit, output: Path | None) -> None:
+    """Checks that this host sees the output folder, and the local inputs that otherwise would count as failed."""
+    if output is not None and not (output / PLAN).is_file():
+        raise FileNotFoundError(
+            f"{output} is not on host {socket.gethostname()}; name a folder that all see, or an address, in output"
+        )
     for part in unit.parts:
         if unit.file_states.get(part.path) and not is_remote(part.path) and not Path(part.path).exists():
             raise FileNotFoundError(

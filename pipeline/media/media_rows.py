@@ -12,6 +12,8 @@ from declutr.common.errors import missing_extra
 from declutr.pipeline.media.decoding import FAILED, LIMITS, Answer, Decoded, Limits, abandon, decode
 from declutr.pipeline.readers.blobs import document_kind
 from declutr.pipeline.readers.corpus import (
+    COMPRESSED_SUFFIXES,
+    TAR_SUFFIX,
     Blob,
     BlobRules,
     Document,
@@ -63,7 +65,8 @@ def labelled(blob: Record, rule: LabelRule) -> Record:
     return replace(blob, label=label)
 
 
-_MEMBER = re.compile(r"\.(?:tar|tgz|txz|gz|xz|zstd?|bz2)!", re.IGNORECASE)  # the names of others may have a "!", too
+# The names of others may have a "!", too.
+_MEMBER = re.compile(f"(?:{'|'.join(map(re.escape, (TAR_SUFFIX, *COMPRESSED_SUFFIXES)))})!", re.IGNORECASE)
 
 
 def _from_path(source: str, rule: str) -> str | None:

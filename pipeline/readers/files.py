@@ -256,7 +256,7 @@ def read_stream(
     """The records of a stream that is a whole file."""
     allowance = Allowance(stream) if allowance is None else allowance
     try:
-        stream.peek(BLOCK_BYTES)
+        stream.peek(1)  # not more, because what is before a damage is read
     except READ_ERRORS as error:
         yield unreadable(error, source, 0)
         return

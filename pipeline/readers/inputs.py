@@ -137,13 +137,15 @@ def _find_remote(address: str) -> Iterator[Input]:
         raise OSError(unreached)
     with network_errors():
         files, path, query = filesystem(address)
+        # Not fsspec's glob and find, which leave out a folder that cannot be listed. Servers of pages, and the Hub,
+        # list in another way.
+        lists_all = not address.startswith(("http://", "https://", "hf://"))
         if glob.has_magic(path) and not files.isfile(path):  # a key may hold brackets
             parts = path.split("/")
             num_plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
             root = "/".join(parts[:num_plain])
-            if is_object_store(files):
+            if lists_all:
                 pattern, levels = re.compile(glob_translate(path)), None if "**" in path else len(parts) - num_plain
-                # Not fsspec's glob, which leaves out a folder that cannot be listed.
                 below = files_below(files, root, levels)
                 infos = {name: info for name, info in below.items() if pattern.match(name)}
             else:
@@ -155,19 +157,25 @@ def _find_remote(address: str) -> Iterator[Input]:
             except FileNotFoundError:
                 return
             if entry["type"] == "file":
-                if entry["size"] is None:
-                    raise OSError("the server does not tell its size (Content-Length); download it, and name the file")
-                yield Input(
-                    address_of(files, path, address, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
-                )
+                source = path.rsplit("/", 1)[-1]
+                yield Input(address_of(files, path, address, query), source, _size(files, path, entry), searched=False)
                 return
-            infos = files_below(files, path) if is_object_store(files) else files.find(path, detail=True)
+            infos = files_below(files, path) if lists_all else files.find(path, detail=True)
         for name in sorted(infos):  # a store lists in any order, and the order of files is that of training
             relative = name.removeprefix(root).lstrip("/")
             if "?" in name and is_object_store(files):
                 raise OSError(f"the key {name!r} has a ?, behind which an address has its options; rename it")
             if infos[name]["type"] == "file" and not is_hidden(relative):
-                yield Input(address_of(files, name, address, query), relative, infos[name]["size"] or 0, searched=True)
+                size = _size(files, name, infos[name])
+                yield Input(address_of(files, name, address, query), relative, size, searched=True)
+
+
+def _size(files: Any, name: str, facts: dict[str, Any]) -> int:
+    """The size of a file; of a page that lists files, a server tells none."""
+    size = facts["size"] if facts["size"] is not None else files.info(name)["size"]
+    if size is None:
+        raise OSError(f"the server does not tell the size of {name} (Content-Length); download it, and name the file")
+    return int(size)
 
 
 # Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet.

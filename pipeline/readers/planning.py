@@ -194,10 +194,12 @@ def file_parts(
         inputs, problems = hub_inputs(corpus)
     else:
         inputs, problems = _corpus_files(corpus, skipped, rules)
+    by_name = {file.path for file in inputs if not file.searched}  # stays named, whatever finds it too
     unique = dict[str, Input]()
     for file in sorted(inputs, key=lambda file: (file.entry, file.source, file.path)):
         if file.path in unique:
             skipped.add(SECOND, file.source)
+        file = replace(file, searched=file.searched and file.path not in by_name)
         unique.setdefault(file.path, file)  # of a file and links to it, the first name counts
     sources = Counter(file.source for file in unique.values())
     files = [file if sources[file.source] == 1 else replace(file, source=file.path) for file in unique.values()]

@@ -310,7 +310,12 @@ def ledger_batches(path: Path) -> Iterator[pa.RecordBatch]:
     """Batches of one ledger, each with a bounded number of rows."""
     with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
         for index in range(reader.num_record_batches):
-            yield reader.get_batch(index)
+            batch = reader.get_batch(index)
+            try:
+                batch.validate(full=True)  # a wrong offset would end the process
+            except pa.ArrowException as error:
+                raise ShardError(f"{path} is damaged ({error}); prepare the folder again") from error
+            yield batch
 
 
 def ledger_entries(path: Path) -> Iterator[Entry]:

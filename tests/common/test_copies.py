@@ -35,19 +35,36 @@ def test_what_was_removed_or_cut_at_the_address_is_sent_again(sent, tmp_path):
     (remote / "a.bin").write_bytes(b"a")
     (remote / "deep/b").unlink()
     assert Folder(sent[1]).send(sent[0]) == 2
+    (remote / "deep/b").unlink()
+    spread(remote, {"a.bin": b"a"})
+    (remote / LISTING).unlink()  # as an interrupted transfer leaves it
+    assert main([str(sent[0]), sent[1]]) == 0
     assert fetch_all(Folder(sent[1]), tmp_path / "copy") == len(contents(sent[0]))
     assert contents(tmp_path / "copy") == contents(sent[0])
 
 
-@pytest.mark.parametrize("name", ["", "weights"])
-def test_files_of_another_folder_at_the_address_are_kept(sent, tmp_path, name, capsys):
-    other = tmp_path / "other"
-    other.mkdir()
-    if name:
-        (other / name).write_text("b")
-    assert main([str(other), sent[1]]) == 1
+OTHERS = {
+    "no file": lambda here, _: (shutil.rmtree(here), here.mkdir()),
+    "no common name": lambda here, _: (shutil.rmtree(here), spread(here, {"weights": b"b"})),
+    "a common name": lambda here, _: (shutil.rmtree(here), spread(here, {"deep/b": b"b", "weights": b"b"})),
+    "a changed file": lambda here, _: spread(here, {"deep/b": b"changed"}),
+    "a file of no list": lambda _, there: ((there / LISTING).unlink(), spread(there, {"theirs": b"b"})),
+    "other bytes and no list": lambda _, there: ((there / LISTING).unlink(), spread(there, {"deep/b": b"x"})),
+    "other bytes of no list": lambda here, there: (spread(here, {"n": b"mine"}), spread(there, {"n": b"them"})),
+    "the plan of another preparation": lambda here, there: (
+        (there / LISTING).unlink(), spread(there, {"plan.json": b"1"}), spread(here, {"plan.json": b"2"})
+    ),
+}  # fmt: skip
+"""Changes after which an address has what the folder has not."""
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_files_of_another_folder_at_the_address_are_kept(sent, tmp_path, change, capsys):
+    change(sent[0], tmp_path / "remote/data")
+    before = contents(tmp_path)
+    assert main([str(sent[0]), sent[1]]) == 1
     says(capsys.readouterr().err, "files of another folder", "new address")
-    assert fetch_all(Folder(sent[1]), tmp_path / "copy") == len(contents(sent[0]))
+    assert contents(tmp_path) == before
 
 
 STRANGERS = {
@@ -89,6 +106,9 @@ def test_names_that_leave_the_folder_are_refused_before_a_byte_is_written(sent, 
         with pytest.raises(RemoteError, match="outside the folder"):
             fetch_all(Folder(address, HASTE), copy)
         assert not copy.exists()
+    with pytest.raises(RemoteError, match="outside the folder"):
+        Folder(sent[1], HASTE).fetch_all({"a.bin": None, name: None}, tmp_path / "copy/in")
+    assert not (tmp_path / "copy").exists()
     assert not [path for path in tmp_path.rglob(".*") if path.name.startswith((".copy", ".run"))]
 
 

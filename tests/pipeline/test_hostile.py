@@ -7,12 +7,13 @@ import tarfile
 import numpy as np
 import pyarrow as pa
 import pytest
-from corpora import COMPRESSORS, files, outcomes, read_all, tar
+from corpora import COMPRESSORS, files, outcomes, read_all, tar, write_table
 from mediafiles import spread
 from messages import all_of, says
 from preparing import make_pair, rows_of, write_jsonl
 from shardfolders import poke, spoil, write
 
+from declutr.cli.main import main
 from declutr.common.errors import ShardError
 from declutr.pipeline.job.outcome import losses_hint, too_many_failed
 from declutr.pipeline.job.units import UnitReader, plan_units
@@ -78,6 +79,14 @@ def test_hostile_shard_is_named_by_check_and_reader_and_the_other_shards_can_be_
     assert ShardSet(folder, "train").take(np.array(rows)).num_rows == len(rows)
     with pytest.raises(ShardError, match=all_of("train-00001.arrow", words)):
         ShardSet(folder, "train").take(np.arange(57)[::-1])
+
+
+def test_a_damaged_ledger_is_named(tmp_path, capsys):
+    ledger = write(tmp_path / "out") / "ledger/00001.arrow"
+    write_table(ledger, pa.ipc.open_file(ledger.read_bytes()).read_all())  # not compressed
+    ledger.write_bytes(poke("source", OFFSETS, {2: 2**30})(bytearray(ledger.read_bytes())))
+    assert main(["inspect", str(tmp_path / "out"), "--document", "s:20"]) == 1
+    says(capsys.readouterr().err, "00001.arrow", "damaged", "prepare the folder again")
 
 
 def tar_with(change=bytes):
@@ -188,6 +197,7 @@ DOCUMENTS = {
     "archives in archives": ("tar", nested(lambda data: tar([("a.tar", data)])), ["too_deep"]),
     "skippable frames": ("txt", frame(0) + ZSTD + frame(7) + ZSTD + frame(15), ["a", "b"] * 2),
     "compressed one behind the other": ("txt", COMPRESSORS["gz"](b"a\n") + COMPRESSORS["gz"](b"b\n"), ["a", "b"]),
+    "damage behind lines": ("txt", COMPRESSORS["gz"](b"a\nb\nc\n") + b"\x1f\x8b\x08xxxx", [*"abc", "unreadable"]),
     "compression in compression": ("txt.gz", nested(COMPRESSORS["gz"]), ["too_deep"]),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+from http.server import SimpleHTTPRequestHandler
 from unittest.mock import Mock
 
 import fsspec
@@ -58,10 +59,11 @@ def bucket():
 def test_a_folder_of_an_object_store_reads_like_one_of_this_machine(bucket, tmp_path, unit_mib):
     root, query = bucket
     spread(tmp_path, CONTENTS)
-    corpora = files(f"{root}/data{query}"), files(tmp_path / "data")
-    assert [outcomes(read_all(corpus, unit_mib)) for corpus in corpora] == [READ, READ]
-    there, here = ([hash_unit(unit) for unit in plan_units(corpus, unit_mib)[0]] for corpus in corpora)
-    assert there == here, "a unit does not depend on where the files lie"
+    (tmp_path / "data/loop").symlink_to(tmp_path)
+    corpora = files(f"{root}/data{query}"), files(tmp_path / "data"), files(f"file://{tmp_path}/data")
+    assert [outcomes(read_all(corpus, unit_mib)) for corpus in corpora] == [READ] * 3
+    there, *here = ([hash_unit(unit) for unit in plan_units(corpus, unit_mib)[0]] for corpus in corpora)
+    assert here == [there, there], "a unit does not depend on where the files lie"
 
 
 def test_globs_and_single_files_of_a_store_are_read_and_missing_ones_named(bucket):
@@ -244,7 +246,8 @@ def test_names_of_datasets_are_checked_and_those_of_files_may_hold_a_hash_or_an_
     assert (place, query) == ("bucket/C#/a.jsonl", "endpoint_override=http://127.0.0.1:9")
     names = {"mail.tar!0001": "", "a.tar!b/c.jsonl.gz": ".jsonl", "wow!.txt": ".txt", "a.tgz!README": "", "x!": ""}
     assert {name: bare_suffix(name) for name in names} == names
-    labels = {"Godspeed You! Black Emperor/a.wav": "Godspeed You! Black Emperor", "x/pets.tar!dog/hey!.wav": "dog"}
+    labels = {"Godspeed You! Black Emperor/a.wav": "Godspeed You! Black Emperor"}
+    labels |= {f"x/pets.{packed}!dog/hey!.wav": "dog" for packed in ("tar", "tbz2", "tzst", "bgz")}
     assert {source: labelled(Blob("", source, 0, b"", None), "folder").label for source in labels} == labels
 
 
@@ -273,6 +276,22 @@ def test_a_server_that_tells_no_size_and_a_store_that_refuses_to_list_end_the_se
 
     with serving(Silent) as host:
         says(*plan_units(files(f"http://{host}/a.jsonl"), None)[1], "Content-Length", "download")
+
+    class Pages(SimpleHTTPRequestHandler):
+        unsent, log_message = "", Handler.log_message
+
+        def __init__(self, *given):
+            super().__init__(*given, directory=tmp_path)
+
+        def send_header(self, key, value):
+            if key != self.unsent:
+                super().send_header(key, value)
+
+    spread(tmp_path, {f"{name}.jsonl": b'{"text": "x"}' for name in "ba"})
+    with serving(Pages) as host:
+        assert outcomes(read_all(files(f"http://{host}/*.jsonl"))) == [("a.jsonl", "x"), ("b.jsonl", "x")]
+        Pages.unsent = "Content-Length"
+        says(*plan_units(files(f"http://{host}/*.jsonl"), None)[1], "a.jsonl", "Content-Length", "download")
 
     class Refusing(ArrowFSWrapper):
         def ls(self, path, detail=False, **more):

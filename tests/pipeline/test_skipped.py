@@ -137,6 +137,9 @@ def test_content_decides_without_an_ending_and_for_json(folder):
     assert sorted(records) == sorted([("a.txt", "read"), *twice, *((f"{name}.gz", text) for name, text in twice)])
     assert (skipped, problems) == ({"no ending": (8, "core"), ".json": (4, "alone/o.json")}, [])
     assert outcomes(read_all(files(folder / "o.json"))) == [("o.json", "no_text_field")]  # named, so read
+    named = spread(folder / "both", {"o.json": b'{"name": "x"}'}) / "o.json"
+    for paths in ((named, named.parent), (named.parent, named)):
+        assert outcomes(read_all(files(*paths))) == [("o.json", "no_text_field")]
 
 
 def test_what_programs_leave_beside_data_is_named_and_read_only_by_name(folder):

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from declutr.inspection.describe import describe
 from declutr.pipeline.config import config_hash
 from declutr.pipeline.job import worker
 from declutr.pipeline.job.output import HEARTBEATS, Output, Preparation, plan_of
+from declutr.pipeline.job.stages import work_on
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import finished_sidecar, plan_units, sidecar_path, with_file_states, write_sidecar
 from declutr.pipeline.job.worker import splits_of, write_unit
@@ -106,6 +108,17 @@ def test_a_stored_unit_is_redone_when_its_sidecar_does_not_name_its_other_files(
         write_sidecar(output[0], sidecar.model_copy(update={"others": others}))
         with open_output(config) as place:
             assert bool(place.finished_sidecar(unit, "prepare", config_hash(config))) == (others == {})
+
+
+def test_a_host_without_the_output_or_an_input_names_the_setting(corpus, make_config, output):
+    config, folder = make_config(corpus), output[0]
+    write = partial(write_unit, config=config, tokenizer=output[1])
+    row = {"unit": look(config)[0].model_dump_json()}
+    says(work_on(row, str(folder / "none"), write, True)["problem"], folder / "none", "not on host", "in output")
+    (folder / "plan.json").touch()
+    assert not work_on(row, str(folder), write, True)["problem"]
+    corpus.unlink()
+    says(work_on(row, str(folder), write, True)["problem"], corpus, "not on host", "in corpus.paths")
 
 
 @pytest.mark.parametrize("stored", [False, True])

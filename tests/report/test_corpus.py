@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from mediafiles import png, sound, tone
+from mediafiles import animated, png, sound, tone
 from messages import says
 from pages import checked
 from PIL import Image
@@ -203,10 +203,10 @@ def test_inspect_shows_reasons_and_names(prepared, capsys):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """60 images of two sizes with three labels, one of them hostile; two that are no images."""
+    """61 images of two sizes with three labels, one of them hostile; two that are no images."""
     labels = ["cat", "dog", HOSTILE]
     files = {f"{labels[n % 3]}/{n}.png": png(n, (40, 30) if n % 4 else (20, 21)) for n in range(60)}
-    files |= {"cat/\u202ebad.png": b"x", f"{HOSTILE}/bad.png": b"x"}
+    files |= {"cat/\u202ebad.png": b"x", f"{HOSTILE}/bad.png": b"x", "cat/many.gif": animated()}
     return prepare_media(tmp_path_factory.mktemp("images"), "images", files)
 
 
@@ -225,7 +225,7 @@ def pictures_of(page):
 def test_images_are_shown_by_thumbnails_and_labels(images, tmp_path, capsys):
     folder, manifest = images
     content = gather(folder)
-    assert content.counts()["Kept images by label"] == manifest.labels == {"cat": 20, "dog": 20, HOSTILE: 20}
+    assert content.counts()["Kept images by label"] == manifest.labels == {"cat": 21, "dog": 20, HOSTILE: 20}
     assert [(reason, tally.read) for reason, _, tally in content.reasons()] == [("not_an_image", 2)]
     page = checked(write_corpus_page(folder, tmp_path).read_text())
     assert "img-src" in page.policy()
@@ -233,10 +233,11 @@ def test_images_are_shown_by_thumbnails_and_labels(images, tmp_path, capsys):
     assert all(picture.size in ((40, 30), (20, 21)) for picture in pictures_of(page))
     assert [part for part in (HOSTILE, "Number of images by pixels") if part not in page.text] == []
     assert "oken" not in page.text
+    assert (manifest.notes, "share text" in page.text) == ({"first_frame": 1}, False)
     row = ShardSet(folder, "train").take(np.array([5])).to_pylist()[0]
     assert main(["inspect", str(folder)]) == 0
     message = capsys.readouterr().out
-    says(message, "62 images read", "60 kept", "2 not_an_image")
+    says(message, "63 images read", "61 kept", "2 not_an_image")
     says(message, "images", "3 labels")
     assert "pixels," in message
     assert "tokenizer" not in message
@@ -318,5 +319,7 @@ def test_sentences_have_lengths_but_no_labels(tmp_path, capsys):
     assert (manifest.dropped, content.counts()) == ({"empty": 8}, {})
     assert {kind: lengths.total() for kind, lengths in content.texts.lengths.items()} == {"sentence": 32}
     assert "one text a row" in write_corpus_page(folder).read_text()
-    assert main(["inspect", str(folder)]) == 0
-    assert "    sentence " in capsys.readouterr().out
+    held_out, _ = prepare_rows(tmp_path / "h", "sentences", rows, validation_fraction=1 - 1e-9)
+    for shards in (folder, held_out):
+        assert main(["inspect", str(shards)]) == 0
+        assert "    sentence " in capsys.readouterr().out

@@ -167,6 +167,7 @@ def _shards(path: Path, num_documents: int) -> Iterator[str]:
     if not num_documents:
         return
     shards = ShardSet(path, "train")
+    shards = shards if shards.num_documents else shards.held_out()
     rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(int).tolist()
     yield from row_lines(shards, rows)
 

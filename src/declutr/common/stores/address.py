@@ -122,7 +122,7 @@ def files_below(
             name = str(facts["name"])
             if facts["type"] == "file":
                 below[name] = facts
-            elif level != levels:
+            elif facts["type"] == "directory" and level != levels:
                 if name.rstrip("/") == here.rstrip("/"):  # pyarrow's name of the folder without a name in this one
                     raise OSError(f"keys with // below {name}/ cannot be read; rename them")
                 waiting.append((name, level + 1))

@@ -11,10 +11,11 @@ from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import Parser, answered
 from declutr.common.errors import AlteredError, RemoteError, UsageError
 from declutr.common.paths import expand
-from declutr.common.storage import FileRecord, atomic_folder, records, refuse_names
+from declutr.common.storage import LISTING, FileRecord, atomic_folder, records, refuse_names
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 
+_COMPARED_BYTES = 2**20  # larger files in no list are compared by their size
 PLAN = "plan.json"  # the first file of a preparation's output
 
 
@@ -108,15 +109,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in sorted(folder.rglob("*")):
             if not path.is_file() and (path.is_symlink() or not path.is_dir()):
                 get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
-        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-        if (there := Folder(target).listing()) and not names & there.keys():
-            raise UsageError(f"{target}: holds {len(there):,} files of another folder; name a new address")
+        if (other := _other(Folder(target), folder)) is not None:
+            what = f"files of another folder, or other ones than {folder} ({other})"
+            raise UsageError(f"{target}: holds {what}, and nothing is replaced; name a new address")
         get_logger().info("sending %s to %s", _size(folder), target)
         number, verb = Folder(target).send(folder), "sent"
     else:
         number, verb = fetch_all(Folder(source), folder), "fetched"
     sys.stdout.write(f"{target}: {_size(folder)}, {number:,} of them {verb}\n")
     return 0
+
+
+def _other(remote: Folder, folder: Path) -> str | None:
+    """A file at an address that sending a folder would replace, if there is one; an interrupted transfer goes on."""
+    there = remote.sizes()
+    here, listing = records(folder) if there else {}, remote.listing() or {}
+    for name, num_bytes in sorted(there.items()):
+        record = here.get(name)
+        if name == LISTING or (record is not None and listing.get(name) == record):
+            continue
+        if record is None or name in listing or num_bytes > record.num_bytes:  # an own one is whole or cut
+            return name
+        if num_bytes <= _COMPARED_BYTES and remote.read(name) != (folder / name).read_bytes()[:num_bytes]:
+            return name
+    return None
 
 
 def _size(folder: Path) -> str:

@@ -120,6 +120,7 @@ class Folder:
 
     def fetch_all(self, files: Mapping[str, FileRecord | None], target: Path) -> None:
         """Fetches files to a folder of this host, many at once; a record is None if size and checksum are unknown."""
+        refuse_names(files, self.url)  # a key of a store may lead out of the folder
 
         def fetch(name: str) -> None:
             place, expected = target / name, files[name]
