@@ -33,7 +33,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 def add_device(options: argparse.ArgumentParser) -> None:
     """Add the options of benchmarks that run an encoder on a device of choice."""
     options.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on cuda, fp32 on cpu")
+    options.add_argument("--precision", choices=("fp32", "bf16"), help="default: `auto`, as of the trainer")
 
 
 def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:

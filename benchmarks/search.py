@@ -4,9 +4,8 @@
 
 DOCS is a folder of Markdown pages, QUESTIONS a file of `query` and `source`, the path of the page below DOCS; those of
 `benchmarks/questions` were written before any search. A page has the score of its best row. Rows are: its beginning,
-as far as the encoder reads; passages; passages with their headings; passages of a quarter of the tokens; and late
-chunking, in which these take the mean of their tokens' states in the whole window (Günther et al. 2024). Each is scored
-by vectors, by the words of its texts (BM25), and by both as `declutr index --hybrid` does (cosine + IDF cosine).
+as far as the encoder reads; passages; passages with their headings; and passages of a quarter of the tokens. Each is
+scored by vectors, by the words of its texts (BM25), and by both as `declutr index --hybrid` does (cosine + IDF cosine).
 """
 
 import json
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import AutoModel, AutoTokenizer
 
 from benchmarks import record
-from declutr.embedding.passages import Cutter, Passage
+from declutr.embedding.passages import Cutter
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import encode_counted, unit_rows
 from declutr.evaluation.retrieval.lexicon import Lexicon
@@ -71,33 +68,11 @@ def _ways(encoder: Any, name: str, pages: list[str]) -> Iterator[tuple[str, NDAr
         owners, texts = _rows([[passage.of(page) for passage in cutter.passages(page)] for page in pages])
         vectors, tokens = encode_counted(reader, texts)
         yield way, owners, texts, vectors, tokens[:, 1].sum() / max(1, tokens[:, 0].sum())
-    late = [_late(encoder, short, name, page) for page in pages]
-    owners, texts = _rows([[text for text, _ in rows] for rows in late])
-    yield "late chunking", owners, texts, np.array([vector for rows in late for _, vector in rows], np.float32), 1.0
 
 
 def _rows(texts: list[list[str]]) -> tuple[NDArray[np.int64], list[str]]:
     """Page of each text, and all texts."""
     return np.repeat(np.arange(len(texts)), [len(row) for row in texts]), [text for row in texts for text in row]
-
-
-def _late(encoder: Any, short: Any, name: str, page: str) -> list[tuple[str, F32]]:
-    """Short passages of a page, with the means of their tokens' states within their window."""
-    model, tokenizer = AutoModel.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
-    rows = []
-    for window in Cutter(encoder).passages(page):
-        text = window.of(page)
-        row = tokenizer(text, return_offsets_mapping=True, return_tensors="pt", truncation=True)
-        places = row.pop("offset_mapping")[0].numpy()
-        with torch.inference_mode():
-            states = model(**row).last_hidden_state[0].numpy()
-        for passage in Cutter(short).passages(text):
-            # special tokens have the empty place (0, 0)
-            inside = (places[:, 0] >= passage.start) & (places[:, 1] <= passage.end) & (places[:, 1] > places[:, 0])
-            if inside.any():
-                rows.append((passage.of(text), states[inside].mean(axis=0)))
-    # a page without a row would have no rank
-    return rows or [(Passage(0, 0, 1, "").of(page), np.zeros(encoder.size, np.float32))]
 
 
 def _ranks(scores: F32, owners: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:

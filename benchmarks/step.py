@@ -79,16 +79,18 @@ def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[Padde
 class _Hidden(nn.Module):
     """Token embeddings in the form that sentence-transformers' pooling reads."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         super().__init__()
-        self.model = model.base_model
+        self.model, self.autocast = model.base_model, autocast
 
     def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
-        output = self.model(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
+        # Here, because the loss encodes again in its backward, which runs outside of the caller's autocast.
+        with torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.model(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
         return features | {"token_embeddings": output.last_hidden_state}
 
 
-def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
+def neighbours_loss(model: PreTrainedModel, autocast: torch.dtype | None) -> Callable[[PaddedBatch], Tensor]:
     """The loss of a contrastive step by sentence-transformers' CachedMultipleNegativesRankingLoss.
 
     Its trainer pads like the released collation. The loss encodes each side once without and once with a graph,
@@ -99,7 +101,7 @@ def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
     from sentence_transformers.models import Pooling
 
     whole = SentenceTransformer(
-        modules=[_Hidden(model), Pooling(int(model.config.hidden_size))], device=str(model.device)
+        modules=[_Hidden(model, autocast), Pooling(int(model.config.hidden_size))], device=str(model.device)
     )
     loss = CachedMultipleNegativesRankingLoss(
         whole, scale=1 / TEMPERATURE, mini_batch_size=_MINI_BATCH, directions=_DIRECTIONS
@@ -205,7 +207,11 @@ class Setting(workload.Workload):
             model.base_model.compile(dynamic=True)  # else each length would compile anew
         num_anchors = self.documents * self.spans.num_anchors
         pad_id = int(model.config.pad_token_id)
-        loss_of = released_loss(model, self.spans.num_positives) if name == "released" else neighbours_loss(model)
+        loss_of = (
+            released_loss(model, self.spans.num_positives)
+            if name == "released"
+            else neighbours_loss(model, self.autocast)
+        )
 
         def prepare(spans: SpanBatch) -> PaddedBatch:
             # Like the released collation; the batch is on the CPU, with its anchors first.

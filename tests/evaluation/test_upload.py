@@ -108,6 +108,7 @@ def test_what_hf_sends_of_an_export_names_no_folder_and_loads(run, hub, tmp_path
 
 def test_a_card_has_an_empty_licence_and_no_path(tmp_path):
     settings = {"encoder": str(tmp_path), "corpus": [f"{tmp_path}/*.jsonl", "~/x", "s3://b/k"], "seed": 3, "x": "a/b"}
+    settings |= {"scaling": {"address": "10.1.2.3:6379"}, "session": {"address": None}, "prompts": ["q:1"]}
     same = {"method": "Adapted.", "scores": "better", "data": "9 documents", "settings": settings}
     text = Card(title="Mine", base="owner/start", pooling="mean", layers=False, tags=("declutr",), **same).text()
     head = yaml.safe_load(text.split("---\n")[1])
@@ -115,7 +116,8 @@ def test_a_card_has_an_empty_licence_and_no_path(tmp_path):
     assert head["tags"] == ["sentence-transformers", "feature-extraction", "declutr"]
     assert str(tmp_path) not in text
     shown = json.loads(text.split("```json\n")[1].split("```")[0])
-    assert shown == {"encoder": "(a path)", "corpus": ["(a path)"] * 3, "seed": 3, "x": "a/b"}
+    hidden = {"encoder": "(a path)", "corpus": ["(a path)"] * 3, "scaling": {"address": "(a path)"}}
+    assert shown == hidden | {"session": {"address": None}, "seed": 3, "x": "a/b", "prompts": ["q:1"]}
     says(text.splitlines(), "field `license`", "at the head")
 
 

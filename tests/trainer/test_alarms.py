@@ -151,7 +151,11 @@ def test_updates_that_were_left_out_and_full_memory_are_alarms_of_their_lines():
     watched = alarms(memory=1000.0, image={"kind": "supcon"})
     assert watched.add(line_of(1, skipped=False, image_skipped=False, peak_memory_mib=949.0)) == []
     (alarm,) = watched.add(line_of(2, skipped=False, image_skipped=True, peak_memory_mib=950.0))
-    says(alarm["text"], "not finite", "of the task image", "optim.lr (now 0.5)")
+    says(alarm["text"], "not finite", "of the task image", "Lower optim.lr (now 0.5)")
+    own = SETTINGS | {"auxiliary_tasks.image.optim.lr": 0.25}
+    for name, rate in (("image_", "auxiliary_tasks.image.optim.lr (now 0.25)"), ("", "optim.lr (now 0.5)")):
+        (alarm,) = alarms(own, image={"kind": "supcon"}).add(line_of(2, **{f"{name}skipped": True}))
+        says(alarm["text"], f"Lower {rate}")
     (alarm,) = watched.add(line_of(3, skipped=True, peak_memory_mib=951.0))
     assert (alarm["alarm"], alarm["step"], alarm["figure"], alarm["limit"]) == ("memory", 3, 951.0, 950.0)
 

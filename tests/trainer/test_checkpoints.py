@@ -304,7 +304,7 @@ def test_saver_writes_what_a_checkpoint_needs_first_and_the_checkpoint_once(tmp_
     assert len([line for line in log if "Input/output error" in line]) == 1
 
 
-def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeypatch, log):
+def test_a_storage_that_hangs_is_left_out_and_given_up_and_a_slow_one_awaited(tmp_path, opened, monkeypatch, log):
     monkeypatch.setattr(saver, "_UNHURRIED_SECONDS", 0.05)
     begun, go, now = threading.Event(), threading.Event(), [0.0]
     config = {"every_steps": 2, "every_seconds": 60, "storage_retry_seconds": 100}
@@ -317,9 +317,12 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
     now[0] = 99
     assert [writer.due(7), writer.failed()] == [False, False]
     now[0] = 101
-    assert writer.failed()
+    assert [writer.due(8, needed=True), writer.failed()] == [False, True]
     with pytest.raises(SaveError, match=all_of("checkpoint", "101 s")):
         writer.wait()
+    slow = opened(tmp_path / "slow", before=lambda: go.wait(0.5))
+    give(slow, 2, mib=0.01)
+    assert slow.due(5, needed=True), "it waits longer than one that is due by its step"
     go.set()
 
 

@@ -309,7 +309,7 @@ def test_losses_and_miners_that_cannot_be_used_are_named_and_a_miner_chooses_wha
         return MetricLearningConfig(kind="pytorch_metric_learning", loss=loss, **settings)
 
     def metric_loss(loss, **settings):
-        return metric_learning_loss(named(loss, **settings))
+        return partial(metric_learning_loss(named(loss, **settings)), seed=1)
 
     refused = {
         ("NTXentLoss", "loss_arguments", "temperatur"): ("'temperatur'",),
@@ -331,3 +331,7 @@ def test_losses_and_miners_that_cannot_be_used_are_named_and_a_miner_chooses_wha
     assert torch.equal(before, torch.random.get_rng_state())
     plain, mined = metric_loss("TripletMarginLoss"), metric_loss("TripletMarginLoss", miner="BatchHardMiner")
     assert mined(randn(12, 5)) > plain(randn(12, 5))
+    drawn, before = metric_loss("TripletMarginLoss", miner="DistanceWeightedMiner"), torch.random.get_rng_state()
+    assert len({drawn(randn(12, 5)).item() for _ in range(3)}) == 1  # each worker takes the gradient of the same loss
+    assert drawn(randn(12, 5)) != drawn(randn(12, 5), seed=2)
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -1,6 +1,7 @@
 """Every small file of a run, damaged in every way; an export is whole and of its very checkpoint."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,11 +9,14 @@ import tinyruns as runs
 from broken import DAMAGED, contents, empty, flip_a_bit, remove, truncate
 from madeup import STEPS, config_of, finish, save
 from messages import all_of
+from processes import ROOT
 
+from declutr.common.config import load_config
 from declutr.common.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from declutr.inspection.describe import checkpoint_rows, describe, describe_run
 from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.checkpoints.state import SETTINGS
+from declutr.trainer.config import TrainConfig
 from declutr.trainer.driver.continuation import add_seconds, ended_early
 from declutr.trainer.driver.export import export
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
@@ -91,9 +95,12 @@ def test_no_difference_of_the_settings_goes_unseen(finished, run):
         before = config.model_copy(update={"run": str(run)}).resume_settings()
         (run / "resume_settings.json").write_text(json.dumps(before | {"optim": before["optim"] | section}))
         whole = contents(run)
-        with pytest.raises(ConfigError, match=all_of(difference, "name another folder", "encoder.pretrained=")):
+        with pytest.raises(ConfigError, match=all_of(difference, "name another folder")) as error:
             train(config, run)
         assert contents(run) == whole
+        remedy = re.findall(r"encoder\.\S+=\S+", str(error.value))
+        new = load_config(ROOT / "configs/cpu-small.yaml", "train", TrainConfig, ["run=new", *remedy])
+        assert (new.encoder.pretrained, new.encoder.from_config) == (f"{run}/export", None)
 
 
 def test_checkpoints_of_another_configuration_or_beyond_the_last_step_are_refused(finished, run):

@@ -84,7 +84,7 @@ def test_another_device_and_a_damaged_record_are_refused_once_there_is_a_checkpo
     problem = device_problem(ScalingConfig(device="cpu"), tmp_path)
     says(problem, "scaling.device = cpu", "started on cuda")
     says(problem, "cuda or auto")
-    assert "encoder.pretrained=" in problem
+    assert f"encoder.from_config=null encoder.pretrained={tmp_path}/export" in problem
     assert kept_device(ScalingConfig(device="cpu"), tmp_path) == "cuda"
     for content in ("", "[]", '{"device": "tpu"}', '{"dev'):
         (tmp_path / DEVICE).write_text(content)

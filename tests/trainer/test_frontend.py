@@ -147,6 +147,13 @@ def test_another_model_and_a_vit_that_does_not_fit_or_is_beyond_the_bounds_of_a_
     frontend = frontend_of(pretrained=str(folder))
     with pytest.raises(DamagedError, match=all_of("num_hidden_layers = 5000", "1,000")):
         load_vit(frontend)
+    (folder / "mine.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    code = {"auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+    for kind in ("vit", "mine"):
+        (folder / "config.json").write_text(json.dumps(settings | code | {"model_type": kind}))
+        with pytest.raises(DamagedError, match=all_of("config.json", "auto_map", "ViT without code")):
+            load_vit(frontend)
+    assert not (tmp_path / "ran").exists()
     os.mkfifo(folder / "weights.json")
     with pytest.raises(DamagedError, match=all_of("weights.json", "a pipe")):
         load_vit(frontend)

@@ -4,6 +4,7 @@ Only rank 0 has a saver. The training thread copies the tensors between two step
 continues. The writer makes the checkpoint; when the storage fails it retries, with the newest copy.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -86,13 +87,16 @@ class Saver:
         """True if a checkpoint of this step is due and can be taken now; one that is `needed` is always due.
 
         A checkpoint that is due by its step waits while the previous one is being written, so that the speed of the
-        disk does not decide which steps have one. It is left out if the storage hangs.
+        disk does not decide which steps have one. It is left out if the storage hangs, unless it is `needed`.
         """
         config = self.config
         by_step = needed or any(every and step % every == 0 for every in (config.every_steps, config.keep_every_steps))
         by_clock = config.every_seconds is not None and self._clock() - self._saved_at >= config.every_seconds
         if not (by_step or by_clock):
             return False
+        if needed:
+            with contextlib.suppress(SaveError):  # `failed` tells the other workers
+                self._wait(lambda: not self._busy())
         with self._changed:
             if by_step and self._busy() and self._waited_for is not self._job:
                 self._waited_for = self._job

@@ -52,7 +52,7 @@ def device_problem(scaling: ScalingConfig, run: Path) -> str | None:
     return (
         f"scaling.device = {scaling.device}: this run was started on {before} ({run / DEVICE}), and a run keeps its "
         f"device; set it to {before} or auto, or start a new run with its weights: run=NEW "
-        f"encoder.pretrained={run}/export"
+        f"encoder.from_config=null encoder.pretrained={run}/export"
     )
 
 
@@ -149,7 +149,8 @@ def run_problems(plan: RunPlan) -> list[str]:
         return other_checkpoints(plan)
     return [
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder; "
-        f"encoder.pretrained={config.run}/export starts a new run with this run's weights, once it is exported"
+        f"encoder.from_config=null encoder.pretrained={'COPY' if remote else config.run}/export starts a new run with "
+        "this run's weights, once it is exported" + (f" (`declutr copy {config.run}/export COPY/export`)" * remote)
     ]
 
 

@@ -120,7 +120,7 @@ names one that the start, the data and the code allow.
 def without_paths(value: Any) -> Any:
     """Settings in which paths of this machine, and addresses, are replaced."""
     if isinstance(value, Mapping):
-        return {key: without_paths(item) for key, item in value.items()}
+        return {key: A_PATH if key == "address" and item else without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_paths(item) for item in value]
     return A_PATH if isinstance(value, str) and _is_path(value) else value

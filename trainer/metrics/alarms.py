@@ -112,9 +112,14 @@ class Alarms:
                 text = (
                     f"not finite: the loss or gradient {f'of the task {name} ' if name else ''}is no number, so its "
                     "update was left out (limit of such updates in a row: max_skipped_steps). Lower "
-                    f"{self._now('optim.lr')}, or set precision: fp32"
+                    f"{self._rate(name)}, or set precision: fp32"
                 )
                 yield "non_finite", 1.0, 0.0, text
+
+    def _rate(self, task: str) -> str:
+        """The learning rate of a task; without its own, the run's trains it."""
+        own = f"auxiliary_tasks.{task}.optim.lr"
+        return self._now(own if own in self._settings else "optim.lr")
 
     def _now(self, key: str) -> str:
         return f"{key} (now {self._settings[key]})" if key in self._settings else key
@@ -133,8 +138,7 @@ class Alarms:
         if not objective.embeds:
             return
         against = objective.against_collapse.replace("objective.", f"{section}objective.")
-        own_lr = f"{section}optim.lr"
-        lr = self._now(own_lr if own_lr in self._settings else "optim.lr")  # without its own, the run's trains the task
+        lr = self._rate(task)
         remedy = f"{against}, or lower {lr}" if against else f"Lower {lr}"
         own, used = (self._spread.setdefault(name, _Spread(size)) for name in (evenness, dimensions))
         mean = own.add(line.get(evenness))

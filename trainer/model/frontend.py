@@ -15,7 +15,7 @@ from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.trainer.data.batches import PatchBatch
-from declutr.trainer.model.bounds import check_config, check_folder
+from declutr.trainer.model.bounds import check_code, check_config, check_folder
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.language_model import silence
 
@@ -78,8 +78,9 @@ def load_vit(frontend: Frontend) -> None:
     with hub_or_cache(), silence():
         if folder.is_dir():
             check_folder(folder)
-        check_config(PretrainedConfig.get_config_dict(source)[0])
-        vit_config = AutoConfig.from_pretrained(source)
+        check_config(settings := PretrainedConfig.get_config_dict(source)[0])
+        check_code("config.json", settings, "use a ViT without code of its own")
+        vit_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if vit_config.model_type != "vit":
             raise EncoderError(f"{setting}: is of type {vit_config.model_type}, not vit; name a ViT")
         sizes = (frontend.cls.shape[0], config.patch_size[0], config.image_size, 3)
@@ -90,7 +91,7 @@ def load_vit(frontend: Frontend) -> None:
                 remedy = "use a ViT as wide as the encoder" if name == "hidden_size" else f"set the frontend's to {own}"
                 raise EncoderError(f"{setting}: its {name} is {own}, and this run needs {value}; {remedy}")
         model, info = ViTModel.from_pretrained(
-            source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True
+            source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     if missing := sorted(name for name in info["missing_keys"] if name.startswith("embeddings.")):
         raise EncoderError(f"{setting}: its files lack {', '.join(missing)}")

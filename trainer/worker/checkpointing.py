@@ -134,7 +134,8 @@ class Checkpointing:
         # each step that may be chosen is saved
         rated = self._config.chooses and self._config.validation.score in scores
         if self.saver is not None:
-            request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
+            with self._heartbeat.doing("writing"):  # a wait for a slow store is no hang
+                request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
             request |= Request.FAIL if self.saver.failed() else Request(0)
             request |= Request.REPORT if self.saver.written in self._metrics else Request(0)
         return request
@@ -195,7 +196,8 @@ class Checkpointing:
         """Copies a checkpoint for the first worker's saver; every worker takes part."""
         train_step, saver, memory = self._train_step, self.saver, None
         try:
-            memory = saver.reuse_memory() if saver is not None else None
+            with self._heartbeat.doing("writing"):
+                memory = saver.reuse_memory() if saver is not None else None
         except Exception:  # noqa: BLE001 - raised after the next agreement; the other workers copy, and would wait
             saver = None
         contents = collect(self._train_steps, keep=saver is not None, memory=memory)

@@ -263,13 +263,18 @@ def write_record(config: TrainConfig) -> None:
     write_json(_record_of(config.run), made_from(config))
 
 
+def _made_from_now(config: TrainConfig) -> dict[str, Any]:
+    """What `made_from` returns; what is not on this machine now is as it was when the run began."""
+    now, before = made_from(config), read_json(_record_of(config.run)) if _record_of(config.run).is_file() else {}
+    absent = [key for key, value in now.items() if _ABSENT in (value if isinstance(value, list) else [value])]
+    return now | {key: before[key] for key in absent if key in before}
+
+
 def run_ready(config: TrainConfig) -> bool:
     """True if a run, or the start, has finished. What is not on this machine now is not compared."""
-    run, now = Path(config.run), made_from(config)
+    run = Path(config.run)
     if _record_of(config.run).is_file():
-        before = read_json(_record_of(config.run))
-        absent = [key for key, value in now.items() if _ABSENT in (value if isinstance(value, list) else [value])]
-        if changed := changes(before, now | {key: before[key] for key in absent if key in before}):
+        if changed := changes(read_json(_record_of(config.run)), _made_from_now(config)):
             raise UsageError(
                 f"{run}: was trained with other settings or data ({'; '.join(changed)}); delete it, or name another "
                 "--work"
@@ -292,7 +297,7 @@ def shards_ready(config: PipelineConfig) -> bool:
 
 def identity(plan: ItemPlan, run: PlannedRun) -> str:
     """Hash of what decides the scores of a run, beside the data of its tasks."""
-    trained = made_from(run.config) if run.config else None
+    trained = _made_from_now(run.config) if run.config else None
     scored = [run.encoder.model_dump(mode="json"), _encoder_content(run.encoder.name)] if run.encoder else None
     columns = {name: column.model_dump(mode="json") for name, column in plan.columns.items()}
     return hash_json([trained, scored, columns, plan.classifier.identity(), dict(VERSIONS)])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from declutr.common import seeding
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import (
@@ -147,8 +148,8 @@ class _Scores:
                 yield first, second, (self.rows[first] @ self.queue[second].T).div_(self.temperature)
 
 
-def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Tensor]:
-    """A pytorch-metric-learning loss of `(2M, D)` embeddings, called as `ntxent` is, with its miner."""
+def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor, int], Tensor]:
+    """A pytorch-metric-learning loss, with its miner, of `(2M, D)` embeddings as those of `ntxent`, and of a seed."""
     from pytorch_metric_learning import losses, miners
 
     loss = getattr(losses, config.loss)(**config.loss_arguments)
@@ -156,9 +157,12 @@ def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Ten
     if any(True for _ in loss.parameters()):
         raise ValueError("learns class weights, but documents have no classes; choose a loss without weights")
 
-    def loss_of(embeddings: Tensor) -> Tensor:
+    def loss_of(embeddings: Tensor, seed: int) -> Tensor:
         labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)  # a class is a pair
-        return loss(embeddings, labels, None if miner is None else miner(embeddings, labels))
+        # Some draw from torch's global generator; every worker must draw the same, as it computes its rows' gradient.
+        with torch.random.fork_rng(devices=[embeddings.device] if embeddings.is_cuda else []):
+            torch.manual_seed(seed)
+            return loss(embeddings, labels, None if miner is None else miner(embeddings, labels))
 
     return loss_of
 
@@ -166,8 +170,7 @@ def metric_learning_loss(config: MetricLearningConfig) -> Callable[[Tensor], Ten
 def metric_learning_problems(config: MetricLearningConfig) -> list[str]:
     """Reports a loss or miner that rejects its arguments, or needs more than embeddings and their pairs."""
     try:
-        with torch.random.fork_rng(devices=[]):  # some miners draw
-            metric_learning_loss(config)(torch.eye(4).repeat(2, 1))
+        metric_learning_loss(config)(torch.eye(4).repeat(2, 1), 0)
     except Exception as error:  # noqa: BLE001 - classes of others with arguments of the user: refused
         miner = f" with objective.loss.miner = {config.miner}" if config.miner else ""
         return [f"objective.loss.loss = {config.loss}{miner}: {type(error).__name__}: {error}"]
@@ -206,7 +209,7 @@ class Declutr(Objective[DeclutrConfig]):
         """The contrastive loss of the global batch."""
         embeddings = _anchors_first(batch.views)
         if self._metric_loss is not None:
-            value = self._metric_loss(embeddings)
+            value = self._metric_loss(embeddings, seeding.torch_seed(batch.seed, "metric learning", batch.step))
         else:
             assert isinstance(self.config.loss, NTXentConfig)
             value = ntxent(
