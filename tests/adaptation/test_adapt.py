@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from declutr.adaptation import scores as adaptation_scores
 from declutr.adaptation.candidates import CLOSED, ORDER, TRAINED, CandidateBuilder, document_prompt, load_transformer
 from declutr.adaptation.checks import as_options
-from declutr.adaptation.config import AdaptConfig, opened
+from declutr.adaptation.config import PAIRS_DATA, PAIRS_FILE, AdaptConfig, opened
 from declutr.adaptation.job import _Adaptation, adapt
 from declutr.adaptation.passages import _select, held_out_documents, make_passages
 from declutr.adaptation.result import Result
@@ -184,6 +184,16 @@ def test_a_third_of_the_pairs_is_trained_on_and_no_query_of_the_others(encoder, 
     assert sum("pairs_contrastive" in json.loads(line) for line in lines) == 20
 
 
+def test_pairs_that_were_edited_after_a_candidate_learned_them_are_refused(tmp_path):
+    file = write_pairs(tmp_path / "pairs.jsonl", 120)
+    config = AdaptConfig(encoder=str(tmp_path), corpus=["c"], pairs=str(file), train_on_pairs=True)
+    (tmp_path / PAIRS_DATA).mkdir()
+    (tmp_path / PAIRS_FILE).write_text("before")
+    with pytest.raises(UsageError, match=all_of(f"--pairs {file}", "have changed", "restore", "--output")):
+        _ = _Adaptation(config, tmp_path, None, None, None, read_test(file)).builder
+    assert (tmp_path / PAIRS_FILE).read_text() == "before"
+
+
 def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path):
     start, cut = load_transformer(str(encoder)), []
     pairs = read_test(write_pairs(tmp_path / "pairs.jsonl", 120))
@@ -223,6 +233,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     corpus(docs / "long.jsonl", 3, words=400)
     corpus(tmp_path / "tiny.jsonl", 30, words=20)
+    passages = jsonl(tmp_path / "passages.jsonl", [{"text": f"words {n}", "document": n // 2} for n in range(8)])
     for start, output, settings, words in (
         (encoder, "out", {"pairs": pairs}, ("--pairs", "different answers are left", "100", "240")),
         (encoder, "out", {"pairs": pairs, "train_on_pairs": True}, ("--pairs", "370")),
@@ -235,6 +246,7 @@ def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
         (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
         (encoder, "mine", {}, ("--output", "encoder", "another folder")),
         (short, "out", {}, ("--passage-tokens 62: at most 38", "reads 40 with 2", "longer texts")),
+        (short, "out", {"corpus": [], "passages": passages}, ("--passage-tokens 62: at most 38",)),
         (encoder, "out", {"passage_tokens": 200}, ("--passage-tokens 200: at most 98", "100 with 2", "lower it")),
         (encoder, "out", {"corpus": tmp_path / "tiny.jsonl"}, ("none of 30", "limit is 128", "join")),
         (encoder, "out", {"corpus": tmp_path / "typo.jsonl"}, ("CORPUS", "typo.jsonl", "no such file")),

@@ -37,6 +37,8 @@ def test_choose_takes_the_highest_score_and_the_first_only_if_it_is_measurably_b
     rows = zip(NAMES, (0.0, 0.0, 0.2, 0.05), (0.5, 0.5, 0.4, 0.4), strict=False)
     both = {name: {DISTANT: base + far, SENTENCES: np.array([[asked, 1]])} for name, far, asked in rows}
     assert choose(NAMES[:4], both, SENTENCES, 0) == NAMES[2]
+    short = {name: values | {DISTANT: np.zeros(0)} for name, values in both.items()}  # no document has passages
+    assert choose(NAMES[:4], short, SENTENCES, 0) == NAMES[1]
 
 
 def test_judge_says_how_many_documents_a_point_needs():

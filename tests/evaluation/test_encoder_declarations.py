@@ -21,7 +21,7 @@ from declutr.cli.main import main
 from declutr.common.errors import ConfigError, DamagedError, EncoderError
 from declutr.embedding.note import read_note
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import in_role
+from declutr.encoders.protocol import in_role, unit_rows
 from declutr.evaluation.retrieval.compare import embed_windows
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import ENCODER
@@ -270,6 +270,9 @@ def test_roles_have_the_embeddings_of_sentence_transformers(
     close(in_role(encoder, "query").encode(TEXTS), theirs.encode(TEXTS, prompt=query))
     close(in_role(encoder, "document").encode(TEXTS), theirs.encode(TEXTS, prompt=document))
     close(load_encoder(path, device="cpu", role="query").encode(TEXTS), theirs.encode(TEXTS, prompt=query))
+    windows, owners = embed_windows(in_role(encoder, "document"), TEXTS[:5])  # one is long
+    first = np.unique(owners, return_index=True)[1]
+    close(windows[first], unit_rows(in_role(encoder, "document").encode(TEXTS[:5])))
     assert in_role(encoder, "query") is in_role(encoder, "query"), "a service asks for it at every query"
     if "passage" not in prompts and "corpus" not in prompts and default is None:
         close(in_role(encoder, "document").encode(TEXTS), theirs.encode_document(TEXTS))
@@ -336,6 +339,10 @@ def test_a_graph_has_the_prompts_of_its_encoder(tmp_path):
     graph, theirs = load_encoder(tmp_path / "graph"), SentenceTransformer(str(path), device="cpu")
     close(in_role(graph, "query").encode(TEXTS), theirs.encode_query(TEXTS))
     close(in_role(graph, "document").encode(TEXTS), theirs.encode(TEXTS, **PASSAGE))
+    found, expected = (embed_windows(in_role(e, "document"), TEXTS) for e in (graph, load_encoder(path, device="cpu")))
+    assert found[1].tolist() == expected[1].tolist()
+    assert len(found[1]) > len(TEXTS), "a long text has windows"
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-4, rtol=0)
     assert json.loads((tmp_path / "graph" / "declutr_onnx.json").read_text())["prompts"] == E5
 
 

@@ -118,16 +118,21 @@ def test_calls_that_score_nothing_or_name_unknown_tasks_are_no_success(folder, t
         assert ("nothing was scored" in capsys.readouterr().err) == (more is words)
 
 
-def test_pooling_of_the_command_replaces_the_encoders_own(folder, tmp_path, capsys):
-    model = str(encoder_folder(tmp_path / "model"))
+def test_pooling_of_the_command_replaces_the_encoders_own_and_what_a_kill_left_is_not_foreign(folder, tmp_path, capsys):
+    model, path = str(encoder_folder(tmp_path / "model")), tmp_path / "out/scores.json"
     scores = []
     for more in ([], ["--pooling", "cls"], ["--pooling", "mean"]):
         assert evaluate(folder, tmp_path / "out", model, *more) == 0
-        scores.append(json.loads((tmp_path / "out/scores.json").read_text())["encoders"][0]["protocols"])
+        scores.append(json.loads(path.read_text())["encoders"][0]["protocols"])
+        path.unlink()  # as after a kill before the last file
+        (path.parent / "mteb").mkdir(exist_ok=True)
     assert scores[0] == scores[2] != scores[1]
     capsys.readouterr()
     assert evaluate(folder, tmp_path / "out", "hashed-words:8", "--pooling", "cls") == 1
     assert "hashed-words:8: --pooling cls has no effect" in capsys.readouterr().err
+    (tmp_path / "out/a.txt").touch()
+    assert evaluate(folder, tmp_path / "out", model) == 1
+    says(capsys.readouterr().err, tmp_path / "out", "holds a.txt")
 
 
 def test_search_shows_texts_and_ids_that_steer_a_terminal(tmp_path, capsys):

@@ -53,20 +53,23 @@ def test_the_nearest_texts_are_shown_with_their_scores_below_each_of_several_que
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
-def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix):
+def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, capsys, suffix):
     """By file, or by a field of theirs; a text without that field falls back to its file."""
     (tmp_path / "in").mkdir()
     for name, texts in (("a", ANIMALS[:3]), ("b", ANIMALS[3:])):
         lines = [{"text": text} | ({"kind": f"{name}{len(text)}"} if "cat" in text else {}) for text in texts]
         jsonl(tmp_path / f"in/{name}.jsonl", lines)
+    (tmp_path / "in/c.md").write_text("# a page")
     output = tmp_path / f"out{suffix}"
     assert main(["embed", "hashed-words:32", str(tmp_path / "in"), "--output", str(output)]) == 0
     rows = [4, 0, 3]
     expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert main(["index", str(output), "--output", str(tmp_path / "kinds"), "--source-field", "kind"]) == 0
-    texts = [(text.source, text.text) for text in SearchIndex(tmp_path / "kinds").texts(range(5))]
-    assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
+    texts = [(text.source, text.number, text.text) for text in SearchIndex(tmp_path / "kinds").texts(range(6))]
+    says(capsys.readouterr().err, "--source-field kind: 4 of 6 texts have none of that name")
+    places = [("a22", None), ("a.jsonl", 2), ("a.jsonl", 3), ("b.jsonl", 1), ("b11", None), ("c.md", 1)]
+    assert texts == [(*place, text) for place, text in zip(places, [*ANIMALS, "# a page"], strict=True)]
     np.testing.assert_allclose(unit_vectors(tmp_path / "kinds")[rows], expected, atol=1e-6)
     build_index(output, tmp_path / "files")
     assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]

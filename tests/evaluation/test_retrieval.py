@@ -195,6 +195,7 @@ def test_halves_have_no_answer_in_common_and_stay_when_pairs_are_added(tmp_path)
     assert set.union(*thirds) == {*range(300)}
     assert sum(map(len, thirds)) == 300
     assert min(map(len, thirds)) > 50
+    assert thirds[2] < {*test.places("development", 0).tolist()}, "the half that reports has no query that was learned"
 
 
 def test_case_and_whitespace_make_no_other_answer_and_answers_that_a_query_joins_are_one(tmp_path):

@@ -83,6 +83,8 @@ def test_texts_without_the_field_are_counted(folder, log):
     says(log, "--source-field url: 5 of 6 texts have none of that name; their file is their source")
     hit, *_ = declutr.search(folder / "by-url", "alpha beta")
     assert (hit.source, hit.number) == ("u1", None)
+    hit, *_ = declutr.search(folder / "by-url", "bread baked")  # of a format without fields
+    assert (hit.source, hit.number) == ("a.txt", 3)
 
 
 def test_an_answer_names_the_text_of_its_file_and_an_id_is_one_line(folder, monkeypatch, capsys):

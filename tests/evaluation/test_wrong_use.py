@@ -156,6 +156,7 @@ OTHERS = [
     (["report", "index", "--output", "x.html"], "x.html: is a folder, in which report.html is written"),
     (["adapt", "model", "model", "--output", "x"], "model: is an encoder; name documents"),
     (["demo", "run=new", "data=docs"], "data = docs: the demo trains on what it prepares"),
+    (["demo", "run=new", "export=best"], "export = best: the demo judges on rows that would choose"),
     (["train", "good.yaml", "spans=3"], "must be a section with settings: spans.num_anchors, spans.num_positives"),
     (["prepare", "good.yaml", "corpus.paths=[shards]"], "it is shards, without texts; name the documents"),
     (["reproduce", "siblings", "mlm-start"], "mlm-start: a setting is written key=value, and a command runs one item"),

@@ -126,8 +126,11 @@ def prepared_pairs(
     train = pairs.part("train", config.seed, train=True)
     rows = zip(train.queries, train.relevant, strict=True)
     lines = [json.dumps({"query": query, "text": train.texts[row]}) for query, answers in rows for row in answers]
-    file, folder = output / PAIRS_FILE, output / PAIRS_DATA
-    write_text(file, "\n".join(lines) + "\n")
+    file, folder, text = output / PAIRS_FILE, output / PAIRS_DATA, "\n".join(lines) + "\n"
+    if folder.is_dir() and file.is_file() and file.read_bytes() != text.encode():  # a candidate may have learned them
+        what = "the pairs that are trained on have changed since this adaptation began"
+        raise UsageError(f"--pairs {config.pairs}: {what}; restore them, or name another folder in --output")
+    write_text(file, text)
     return folder, prepare(config.prepare_pairs_config(file, folder, address)).totals["kept_train"]
 
 

@@ -25,7 +25,7 @@ from declutr.adaptation.candidates import (
     steps_within,
 )
 from declutr.adaptation.checks import Inputs, check_lengths, checked, own_words
-from declutr.adaptation.config import BATCH_DOCUMENTS, ENCODER, AdaptConfig, Lengths, State, opened
+from declutr.adaptation.config import BATCH_DOCUMENTS, DOCUMENTS, ENCODER, AdaptConfig, Lengths, State, opened
 from declutr.adaptation.paragraphs import paragraph_pairs
 from declutr.adaptation.passages import F64, Split, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Kind, Result, Row, SearchExample, lost_in_general, search_examples, write
@@ -53,6 +53,7 @@ from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_json, read_json, write_json
+from declutr.encoders.protocol import vectors_fingerprint
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import IDF
 from declutr.evaluation.retrieval.pairs import RetrievalTest
@@ -119,8 +120,8 @@ def adapt(
         place = f"--output {output}: " if Path(path).is_relative_to(output) else ""
         raise UsageError(f"{place}{error}. What is finished is kept; run the same command to continue") from error
     finally:
-        if is_new and output.is_dir() and not any(output.iterdir()):
-            output.rmdir()  # a refused encoder or corpus leaves nothing
+        if is_new and output.is_dir() and {path.name for path in output.iterdir()} <= {DOCUMENTS}:
+            shutil.rmtree(output)  # a refused encoder or corpus leaves nothing, no texts of the user either
 
 
 def _adapt(config: AdaptConfig, output: Path, address: str | None, inputs: Inputs) -> Result:
@@ -143,6 +144,7 @@ class _Adaptation:
     pairs: RetrievalTest | None
     own: dict[str, list[str]] | None = None
     weight: float = 0.5  # of the IDF cosine beside the candidate, where no development rows choose it
+    start_weight: float = 1.0  # of the IDF cosine beside the start
 
     @cached_property
     def builder(self) -> CandidateBuilder:
@@ -212,7 +214,7 @@ class _Adaptation:
 
     def _chosen_and_judged(self, development: TestSet, test: TestSet) -> Result:
         """Chooses a candidate by development rows alone, and judges it by test rows alone."""
-        weight = self._weight(development, self.start)
+        weight = self.start_weight = self._weight(development, self.start)
         scored = self._development(development, weight)
         candidates = [name for name in ORDER if name in scored]  # not the start: the verdict alone says "better"
         chosen = choose(candidates, scored, self.primary, self.config.seed)
@@ -359,7 +361,8 @@ class _Adaptation:
         if rows:
             start, hybrid = rows[_START_IDF, "baseline"], rows[f"{chosen} + {IDF}", "hybrid"]
             words = judge(start, hybrid, self.primary, seed, min_rows).sentence(self.rows)
-            with_words = f"As `declutr index --hybrid --weight {self.weight:g}` searches: {words}."
+            of_start = "" if better else f" (--weight {self.start_weight:g} for {self.config.encoder})"
+            with_words = f"As `declutr index --hybrid --weight {self.weight:g}`{of_start} searches: {words}."
             general = " ".join(filter(None, [with_words, general]))
         totals = load_manifest(self.output / "data").totals
         facts: dict[str, float] = {
@@ -367,7 +370,7 @@ class _Adaptation:
             "failed": totals["failed"],
             "training_documents": learned_from,
             "steps": self.state.steps or 0,
-            "words_weight": self.weight,
+            "words_weight": self.weight if better else self.start_weight,
             "seconds": round(self.state.seconds_used),
         }
         long, kept = self.config.lengths.long, facts["documents"]
@@ -394,7 +397,7 @@ class _Adaptation:
 
     def _scored(self, test: TestSet, encoder: TransformerEncoder, weight: float = 0.0) -> Values:
         """Values of an encoder, with words on request, kept so that a later start does not compute them again."""
-        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest, weight])[:32]}.json"
+        path = self.output / "scores" / f"{hash_json([vectors_fingerprint(encoder), test.digest, weight])[:32]}.json"
         if path.is_file():
             # a null becomes NaN again
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}

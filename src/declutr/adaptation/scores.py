@@ -244,7 +244,8 @@ def total(values: Values, primary: str) -> float:
     """What chooses: the score of the measure that judges; sentences have that of distant passages added."""
     measures, scores = (SENTENCES, DISTANT) if primary == SENTENCES else (primary,), 0.0
     for measure in measures:
+        present = ~np.isnan(values[measure])
         # documents without a distant pair have no value, and of short documents none has
-        rows = values[measure][~np.isnan(values[measure]).reshape(len(values[measure]), -1).any(axis=1)]
+        rows = values[measure][present if present.ndim == 1 else present.all(axis=1)]
         scores += STATISTICS[measure](rows) if len(rows) else 0.0
     return scores

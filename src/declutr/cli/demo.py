@@ -45,6 +45,10 @@ def run_demo(arguments: list[str]) -> int:
     settings = load_config(options.config, "train", TrainConfig, options.overrides)
     if settings.data != data.output:
         raise UsageError(f"data = {settings.data}: the demo trains on what it prepares; `declutr train` takes others")
+    if settings.export != "last":
+        raise UsageError(
+            f"export = {settings.export}: the demo judges on rows that would choose; `declutr train` takes it"
+        )
     if problem := run_problem(settings.run):
         raise UsageError(f"run = {settings.run}: {problem}")
     from declutr.common.storage import write_json

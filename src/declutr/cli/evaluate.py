@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -95,6 +96,10 @@ def evaluate(encoders: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     return {path.stem: json.loads(path.read_text()) for path in fresh}
 
 
+# What a killed call leaves.
+_OWN = re.compile(rf"{re.escape(LOCK)}|embeddings|mteb|scores\.(md|html)|.*-[0-9a-f]{{8}}|\..+\.tmp")
+
+
 def _file_states(output: Path) -> dict[Path, tuple[int, int]]:
     """Inode and time of each file of scores; compared with earlier ones, because a server has a clock of its own."""
     paths = [output / f"{name}.json" for name in ("pairs", "scores", "nanobeir", "mteb")]
@@ -143,7 +148,7 @@ def _check_options(options: argparse.Namespace) -> None:
     if names and (problem := folder_problem(options.output)):
         problems.append(f"--output {options.output}: {problem}")
     elif names and options.output.is_dir() and not _file_states(options.output):
-        foreign = sorted({path.name for path in options.output.iterdir()} - {LOCK})
+        foreign = sorted(path.name for path in options.output.iterdir() if not _OWN.fullmatch(path.name))
         problems += [f"--output {options.output}: holds {name}, not scores; name a new folder" for name in foreign[:1]]
     if options.download is not None and options.download.is_file():
         problems.append(f"--download {options.download}: is a file; name a folder")

@@ -240,10 +240,12 @@ def _write_texts(
                     raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document):
                     # without the CR of a line that ends in CR LF, as `embed_unit` counts characters
-                    text, origin = record.text.removesuffix("\r"), source.text if source else record.source
+                    text = record.text.removesuffix("\r")
+                    origin = source.text if source and source.text != record.text else None
                     row: dict[str, int | str | None] = {"record": record_number, "text": text, "id": key}
-                    row |= {"source": origin, "number": None if source else in_file[record.source]}
-                    texts, named_texts = texts + 1, named_texts + (source is not None and source.text != record.text)
+                    # of a format without fields, the field is the text
+                    row |= {"source": origin or record.source, "number": None if origin else in_file[record.source]}
+                    texts, named_texts = texts + 1, named_texts + bool(origin)
                     rows += [] if places else [row]
                     while places and place and place["row"] == record_number:
                         part = {"text": text[place["start"] : place["end"]], "line": place["line"]}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
@@ -29,6 +29,7 @@ from declutr.encoders.protocol import (
     role_prompts,
     texts_of,
     token_counts,
+    windows_of,
 )
 from declutr.trainer.model.behind import ModuleFiles
 
@@ -101,15 +102,25 @@ class OnnxEncoder:
 
     def encode_counted(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Embeddings, and `(len(texts), 2)` tokens of each text and those of them that were read."""
-        texts = texts_of(texts)
-        rows = self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
-        ids = [row.ids for row in rows]
-        batches = batches_of([len(row) for row in ids])
-        embeddings = np.zeros((len(texts), self.size), np.float32)  # `batches_of` leaves out texts without tokens
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for batch, vectors in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
-                embeddings[batch] = vectors
+        rows = self._tokenized(texts)
+        embeddings = self.embed_ids([row.ids for row in rows])
         return embeddings, np.array(token_counts(rows, self._tokenizer), np.int64).reshape(-1, 2)
+
+    def windows(self, texts: Sequence[str]) -> tuple[list[list[int]], NDArray[np.int64]]:
+        """As those of a TransformerEncoder."""
+        return windows_of(self._tokenized(texts))
+
+    def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
+        return self._tokenizer.encode_batch_fast([self.prompt + text for text in texts_of(texts)])
+
+    def embed_ids(self, rows: list[list[int]]) -> NDArray[np.float32]:
+        """Embeddings `(len(rows), size)` of token ids; 0 for a row without any."""
+        batches = batches_of([len(row) for row in rows])
+        embeddings = np.zeros((len(rows), self.size), np.float32)  # `batches_of` leaves out rows without tokens
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for batch, vectors in zip(batches, pool.map(lambda batch: self._embed(batch, rows), batches), strict=True):
+                embeddings[batch] = vectors
+        return embeddings
 
     @property
     def window(self) -> Window:

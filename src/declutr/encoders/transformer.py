@@ -19,7 +19,16 @@ from declutr.common.config import Precision
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.encoders.protocol import LongTexts, Role, Window, prompt_of, role_prompts, texts_of, token_counts
+from declutr.encoders.protocol import (
+    LongTexts,
+    Role,
+    Window,
+    prompt_of,
+    role_prompts,
+    texts_of,
+    token_counts,
+    windows_of,
+)
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.data.packedbatch import pieces
 from declutr.trainer.driver.export import write_encoder
@@ -161,16 +170,14 @@ class TransformerEncoder:
         Returns:
             The windows, and `(n,)` the number of the text of each, ascending; a text has at least one.
         """
-        groups = [[row, *row.overflowing] for row in self._tokenized(texts)]
-        owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        return [window.ids for group in groups for window in group], owners
+        return windows_of(self._tokenized(texts))
 
     def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
         return self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
 
     def _of_rows(self, rows: list[Encoding]) -> NDArray[np.float32]:
         """Embeddings of tokenized texts, `(len(rows), size)`."""
-        unpooled = self._unpooled
+        unpooled = self.unpooled
         if self.long_texts == "cut" or not any(row.overflowing for row in rows):
             return self.embed_ids([row.ids for row in rows], unpooled)
         windows = [[row, *row.overflowing] for row in rows]
@@ -186,7 +193,7 @@ class TransformerEncoder:
         return means.astype(np.float32)
 
     @cached_property
-    def _unpooled(self) -> int:
+    def unpooled(self) -> int:
         """Tokens at the beginning of a text that are not pooled: those of a prompt, and the special ones before it."""
         if self.pools_prompt or not self.prompt:
             return 0

@@ -14,6 +14,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, grouped, pai
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json, write_text
+from declutr.encoders.exported import OnnxEncoder
 from declutr.encoders.protocol import CutEncoder, SentenceEncoder, in_role, unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
@@ -94,9 +95,13 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
     A text that is longer than the encoder reads has several windows; others have one.
     """
     whole = encoder.whole if isinstance(encoder, CutEncoder) else encoder
-    if isinstance(whole, TransformerEncoder):
+    if isinstance(whole, TransformerEncoder | OnnxEncoder):
         rows, owners = whole.windows(texts)
-        embeddings = whole.embed_ids(rows)[:, : encoder.size]
+        embeddings = whole.embed_ids(rows)
+        if isinstance(whole, TransformerEncoder) and whole.unpooled:
+            first = np.flatnonzero(np.diff(owners, prepend=-1))  # only the first window of a text has the prompt
+            embeddings[first] = whole.embed_ids([rows[place] for place in first], whole.unpooled)
+        embeddings = embeddings[:, : encoder.size]
     else:
         embeddings, owners = encoder.encode(texts), np.arange(len(texts))
     return unit_rows(embeddings), owners
