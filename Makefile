@@ -40,7 +40,7 @@ $(STAMP): requirements.lock constraints.txt pyproject.toml
 	@touch $(STAMP)
 	$(STEP) done"
 
-demo: setup ## corpus, shards, training, encoder, verdict, five searches: 4 minutes on 2 CPU cores with AVX-512, 8 without
+demo: setup ## corpus, shards, training, encoder, verdict, five searches: 5 to 6 minutes on 2 CPU cores
 	$(BIN)/declutr demo
 
 # Two processes of tests, a file of tests in one of them: most of the time is imports, on one core.
