@@ -53,8 +53,8 @@ def test_draws_stay_below_one_and_positions_and_seeds_have_their_places():
 PURPOSES = {
     "adaptation pairs", "adaptation split", "branch", "choosing half", "collapse", "corpus", "crop {view}",
     "difficult texts", "dropout", "frontend", "hashed-words", "held-out", "label {label}", "map", "mask {view}",
-    "mixup", "mlm", "objective", "order", "paired bootstrap", "projection", "report", "scl", "share of the corpus",
-    "spans", "text", "weights", "{purpose}, kinds",
+    "metric learning", "mixup", "mlm", "objective", "order", "paired bootstrap", "projection", "report", "scl",
+    "share of the corpus", "spans", "text", "weights", "{purpose}, kinds",
 }  # fmt: skip
 
 
