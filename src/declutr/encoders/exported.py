@@ -108,7 +108,8 @@ class OnnxEncoder:
 
     def windows(self, texts: Sequence[str]) -> tuple[list[list[int]], NDArray[np.int64]]:
         """As those of a TransformerEncoder."""
-        return windows_of(self._tokenized(texts))
+        windows, owners = windows_of(self._tokenized(texts))
+        return [window.ids for window in windows], owners
 
     def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
         return self._tokenizer.encode_batch_fast([self.prompt + text for text in texts_of(texts)])

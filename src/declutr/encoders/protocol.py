@@ -67,11 +67,11 @@ def token_counts(rows: Sequence["Encoding"], engine: "Tokenizer") -> list[tuple[
     return [(tokens + rest, tokens) for tokens, rest in zip(read, rests, strict=True)]
 
 
-def windows_of(rows: Sequence["Encoding"]) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Token ids of all windows of tokenized texts, and `(n,)` the number of the text of each, ascending."""
+def windows_of(rows: Sequence["Encoding"]) -> tuple[list["Encoding"], NDArray[np.int64]]:
+    """All windows of tokenized texts, and `(n,)` the number of the text of each, ascending."""
     groups = [[row, *row.overflowing] for row in rows]
     owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    return [window.ids for group in groups for window in group], owners
+    return [window for group in groups for window in group], owners
 
 
 _SHOWN_CHARACTERS = 40

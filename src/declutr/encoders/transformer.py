@@ -170,7 +170,8 @@ class TransformerEncoder:
         Returns:
             The windows, and `(n,)` the number of the text of each, ascending; a text has at least one.
         """
-        return windows_of(self._tokenized(texts))
+        windows, owners = windows_of(self._tokenized(texts))
+        return [window.ids for window in windows], owners
 
     def _tokenized(self, texts: Sequence[str]) -> list[Encoding]:
         return self._engine.encode_batch_fast([self.prompt + text for text in texts] if self.prompt else list(texts))
@@ -180,9 +181,7 @@ class TransformerEncoder:
         unpooled = self.unpooled
         if self.long_texts == "cut" or not any(row.overflowing for row in rows):
             return self.embed_ids([row.ids for row in rows], unpooled)
-        windows = [[row, *row.overflowing] for row in rows]
-        owners = np.repeat(np.arange(len(rows)), [len(group) for group in windows])
-        flat = [window for group in windows for window in group]
+        flat, owners = windows_of(rows)
         weights = np.array([len(window.ids) - sum(window.special_tokens_mask) for window in flat], np.float64)
         weights = np.maximum(weights, np.bincount(owners)[owners] == 1)  # an empty text has one window without tokens
         totals = np.zeros((len(rows), self.size), np.float64)
