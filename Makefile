@@ -47,7 +47,7 @@ demo: setup ## corpus, shards, training, encoder, verdict, five searches: 4 to 5
 test: setup ## every test but those of `make nightly`: about 12 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-nightly: setup ## what takes an hour and longer: the fault matrix, three hosts, steps of an imitated GPU, frozen figures; needs root
+nightly: setup ## what takes an hour and longer (100 minutes on two slow cores): the fault matrix, three hosts, steps of an imitated GPU, frozen figures; needs root
 	$(BIN)/python -m pytest -m "nightly or cluster"
 	$(MAKE) chaos frozen
 
@@ -57,7 +57,7 @@ test-cluster: setup ## kill one of three hosts in namespaces of this machine: tw
 test-fast: setup ## tests of less than two seconds, without Ray and process groups: two minutes on 2 CPU cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow and not nightly"
 
-chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
+chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): 30 to 50 minutes
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
 chaos-short: setup ## five of the faults in one run: about 5 minutes on 2 CPU cores
