@@ -9,7 +9,7 @@
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
 5. `repeat`: whether equal steps have equal bits, with `scaling.deterministic` and without, and the cost (repeat.py).
-6. `step`, `batch`, `embed`: the benchmarks of these names, each with a file of figures next to OUT, measured without
+6. `step`, `embed`: the benchmarks of these names, each with a file of figures next to OUT, measured without
    `scaling.deterministic`, the parts above with it.
 
 The command ends with 1 if a check fails; the figures are written in any case.
@@ -44,7 +44,6 @@ _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
 _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time", "repeat")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an option of this command
     "step": ("step", "--device=cuda", "--model={model}", "--documents={documents}", "--compile"),
-    "batch": ("batch", "--device=cuda"),
     "embed": ("embed",),
 }
 

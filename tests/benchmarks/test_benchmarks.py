@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 import cpukernel  # noqa: F401 - registers the kernels
@@ -150,3 +151,10 @@ def test_a_machine_without_a_gpu_or_a_corpus_is_told_what_to_do(capsys, tmp_path
     with pytest.raises(SystemExit):
         main(["--start", str(tmp_path)])
     assert "--corpus" in capsys.readouterr().err
+
+
+def test_benchmarks_that_make_gpu_starts_exist_with_their_options(capsys):
+    for module, *arguments in gpu._BENCHMARKS.values():
+        with pytest.raises(SystemExit):
+            import_module(f"benchmarks.{module}").main(["--help"])
+        assert {argument.partition("=")[0] for argument in arguments} <= set(capsys.readouterr().out.split())
