@@ -40,7 +40,7 @@ $(STAMP): requirements.lock constraints.txt pyproject.toml
 	@touch $(STAMP)
 	$(STEP) done"
 
-demo: setup ## corpus, shards, training, encoder, verdict, five searches: 4 to 5 minutes on 2 CPU cores
+demo: setup ## corpus, shards, training, encoder, verdict, five searches: 4 to 7 minutes on 2 CPU cores
 	$(BIN)/declutr demo
 
 # Two processes of tests, a file of tests in one of them: most of the time is imports, on one core.

@@ -5,11 +5,10 @@
 Without a corpus, the documentation of the installed packages is written to compressed JSONL, and a byte-level BPE is
 trained on it. All programs take turns in every round. MiB count normalised text in UTF-8. Programs that preparation is
 compared with run in processes that start together; each loads its libraries, and for the limit its texts, before it
-waits for the others, so start-up is not measured. `--rounds 0` measures disk space alone.
+waits for the others, so start-up is not measured.
 """
 
 import argparse
-import contextlib
 import glob
 import gzip
 import hashlib
@@ -28,14 +27,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 from tokenizers import Tokenizer
 
 from benchmarks import record
 from benchmarks.embed import documentation
 from declutr.common.console.logs import setup_logging
 from declutr.common.session import start_ray
-from declutr.common.watcher import Watcher
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.prepare import prepare
@@ -80,16 +77,12 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
     engine, reason = choose_engine(Path(tokenizer), "auto")
     settings |= {"engine": engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
-    with FolderSize(work / "warm-up") as disk:
-        manifest = time_prepare(options, settings, disk.folder)[1]  # Ray's workers start and import once
+    manifest = time_prepare(options, settings, work / "warm-up")[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / record.MIB
     rates: dict[str, list[float]] = {name: [] for name in _PROGRAMS}
-    peaks = []
     for number in range(options.rounds):
         where = work / f"round-{number}"
-        with WorkerMemory() as memory:
-            rates["warm"].append(mib / time_prepare(options, settings, where / "warm")[0])
-        peaks.append(memory.peak_mib)
+        rates["warm"].append(mib / time_prepare(options, settings, where / "warm")[0])
         rates["limit"].append(mib / engine_alone(settings, where / "limit"))
         if find_spec("datasets"):  # a tool for development, which an install may lack
             result = at_once(datasets, [settings], where / "datasets")[0]
@@ -109,8 +102,6 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "mib_per_s": round(statistics.median(rates["warm"]), 2) if rates["warm"] else None,
         "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
         "share_of_limit": _ratio(rates["warm"], rates["limit"])["median"],
-        "disk_mib": {"shards": disk.mib(), "peak": disk.peak_mib},
-        "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
         "share_of_limit_rounds": _ratio(rates["warm"], rates["limit"]),
         "rates_mib_per_s": {name: [round(rate, 2) for rate in values] for name, values in rates.items()},
@@ -251,42 +242,6 @@ def _call(work: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, 
     except BaseException:
         _start[0].abort()  # so that the other processes do not wait for this one
         raise
-
-
-class WorkerMemory(Watcher):
-    """Peak resident memory of Ray's workers below this process, MiB; None without /proc."""
-
-    def __init__(self) -> None:
-        super().__init__(0.2, "worker-memory")
-        self.peak_mib: float | None = None
-
-    def look(self) -> None:
-        """Reads the peaks of the processes of now."""
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(OSError, ValueError, psutil.Error):  # ended meanwhile, or no /proc
-                if process.name().startswith("ray::"):
-                    self.peak_mib = max(self.peak_mib or 0.0, round(record.status_mib("VmHWM", process.pid), 1))
-
-
-class FolderSize(Watcher):
-    """Largest size of the files in a folder, MiB."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(0.05, "folder-size")
-        self.folder, self.peak_mib = folder, 0.0
-
-    def mib(self) -> float:
-        """Size now; a file that is removed meanwhile counts nothing."""
-        num_bytes = 0
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    num_bytes += Path(folder, name).stat().st_size
-        return round(num_bytes / record.MIB, 1)
-
-    def look(self) -> None:
-        """Reads the size of now."""
-        self.peak_mib = max(self.peak_mib, self.mib())
 
 
 def _ratio(rates: list[float], reference_rates: list[float]) -> dict[str, Any]:

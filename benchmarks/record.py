@@ -13,7 +13,6 @@ import torch
 
 from declutr.common.storage import write_text
 from declutr.reproduction import provenance
-from declutr.trainer.metrics.metrics import peak_memory_mib
 
 MIB = 2**20
 
@@ -59,33 +58,6 @@ def finish(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()  # a GPU works behind the program
     return time.perf_counter()
-
-
-def reset_peak(device: torch.device) -> float:
-    """Start a measurement of memory; return the MiB in use now."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / MIB
-    reset = Path("/proc/self/clear_refs")
-    if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
-        reset.write_text("5", encoding="ascii")  # 5 resets VmHWM, by proc(5)
-        return status_mib("VmRSS")
-    return peak_memory_mib()
-
-
-def peak(device: torch.device) -> float:
-    """Maximum MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return peak_memory_mib() if device.type == "cuda" or not Path("/proc").exists() else status_mib("VmHWM")
-
-
-def status_mib(name: str, pid: int | str = "self") -> float:
-    """A size in MiB that Linux knows of a process, such as VmHWM, its largest resident memory."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) / 1024
 
 
 def publish(figures: dict[str, Any], options: argparse.Namespace) -> None:

@@ -4,8 +4,8 @@
 
 Each number of workers trains from the same weights; one training changes its workers from 2 to 3 to 1 through
 checkpoints. The processes run on this machine's CPUs over gloo, one thread each. Ratios are those of deterministic
-steps to ordinary ones of `--processes` workers: times of steps that take turns, the growth of a worker's resident
-memory in a separate training, and the bytes that a worker gives to exchanges in a step.
+steps to ordinary ones of `--processes` workers: times of steps that take turns, and the bytes that a worker gives to
+exchanges in a step.
 """
 
 import argparse
@@ -78,23 +78,13 @@ def batch_of(options: argparse.Namespace, comm: Communicator, step: int, determi
     return collated(setting.collator(), rows, np.zeros(len(rows), np.int64), start, unit)
 
 
-def train(
-    comm: Communicator,
-    options: argparse.Namespace,
-    deterministic: bool,
-    first: int,
-    last: int,
-    folder: str | None = None,
-) -> dict[str, Any]:
-    """Take the steps first..last, from the checkpoint of the step before and with one after the last if needed."""
-    cpu = torch.device("cpu")
-    before = record.reset_peak(cpu)
-    train_step = train_step_of(options, comm, deterministic)
+def train(comm: Communicator, options: argparse.Namespace, first: int, last: int, folder: str | None = None) -> str:
+    """The checksum after steps first..last, from the checkpoint of the step before and with one after the last."""
+    train_step = train_step_of(options, comm, deterministic=True)
     if folder is not None and first > 1:
         weights.load(checkpoint.checkpoint_path(Path(folder), first - 1), [train_step])
     for step in range(first, last + 1):
-        train_step.step({"": batch_of(options, comm, step, deterministic)}, step)
-    grown = record.peak(cpu) - before
+        train_step.step({"": batch_of(options, comm, step, deterministic=True)}, step)
     if folder is not None:
         contents = weights.collect([train_step], keep=comm.rank == 0)
         if comm.rank == 0:
@@ -102,7 +92,7 @@ def train(
             state = RunState(**done, config_hash="", data_hash="", scores={}, files={})
             checkpoint.save(Path(folder), state, contents)
         comm.all_reduce_max(0)  # the next workers read it
-    return {"checksum": workload.checksum(train_step), "mib": grown}
+    return workload.checksum(train_step)
 
 
 def turns(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,8 +128,8 @@ def changing(options: argparse.Namespace) -> str:
     cuts = [options.steps * number // len(_CHANGES) for number in range(len(_CHANGES) + 1)]
     with tempfile.TemporaryDirectory() as folder:
         for size, begin, end in zip(_CHANGES, cuts[:-1], cuts[1:], strict=True):
-            ranks = in_processes(size, train, options, True, begin + 1, end, folder)
-    return str(ranks[0]["checksum"])
+            ranks = in_processes(size, train, options, begin + 1, end, folder)
+    return str(ranks[0])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -155,17 +145,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = record.parse(parser, arguments)
     if options.steps < len(_CHANGES):
         parser.error(f"--steps {options.steps} is too small; give at least {len(_CHANGES)}")
-    trained = {size: in_processes(size, train, options, True, 1, options.steps) for size in options.worlds}
+    trained = {size: in_processes(size, train, options, 1, options.steps) for size in options.worlds}
     worlds: list[dict[str, Any]] = [
         {"world": size, "checksum": checksum}  # one of a training, unless its workers differ
         for size, ranks in trained.items()
-        for checksum in sorted({rank["checksum"] for rank in ranks})
+        for checksum in sorted(set(ranks))
     ]
     worlds.append({"world": " -> ".join(map(str, _CHANGES)), "checksum": changing(options)})
-    ordinary = in_processes(options.processes, train, options, False, 1, options.steps)
-    deterministic = trained.get(options.processes) or in_processes(
-        options.processes, train, options, True, 1, options.steps
-    )
     # all ranks wait for each other, so one's times are those of all
     measured = in_processes(options.processes, turns, options)[0]
     plain, fixed = measured["seconds"]
@@ -175,13 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
         **{key: value for key, value in vars(options).items() if key not in ("json", "commit", "facts")},
         "worlds": worlds,
         "equal": len({world["checksum"] for world in worlds}) == 1,
-        "ordinary_checksum": ordinary[0]["checksum"],
         "time_ratio": ratios["ratio_median"],
         "time_ratio_range": ratios["ratio_range"],
-        "memory_ratio": round(max(r["mib"] for r in deterministic) / max(r["mib"] for r in ordinary), 4),
         "bytes_ratio": round(measured["bytes"][1] / max(1, measured["bytes"][0]), 4),
         "seconds": {"ordinary": statistics.median(plain), "bitwise": statistics.median(fixed)},
-        "mib": {"ordinary": [r["mib"] for r in ordinary], "bitwise": [r["mib"] for r in deterministic]},
         "bytes": {"ordinary": measured["bytes"][0], "bitwise": measured["bytes"][1]},
     }
     record.publish(figures, options)

@@ -71,7 +71,7 @@ def build_parts(
     config = plan.config
     tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest, config.encoder)
     encoder = build_encoder(config, tokenizer).to(to).train()
-    encoder.span_kernels = config.scaling.span_kernels
+    encoder.experimental = config.scaling.experimental
     device = next(encoder.parameters()).device
     microbatch = microbatch or Microbatch.of(config.microbatch_tokens, device)
     tasks = tuple(

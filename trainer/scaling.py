@@ -31,8 +31,9 @@ class ScalingConfig(Strict):
     deterministic: bool = True
     """Algorithms that repeat their bits on one kind of GPU (docs/evidence/gpu.md); false: faster. CPUs always repeat
     them."""
-    span_kernels: bool = False
-    """On GPUs, this project's attention kernel even without attention dropout. Not measured yet."""
+    experimental: bool = False
+    """On GPUs in half precision, untimed: this project's attention kernel without attention dropout too; without FSDP
+    one product for queries, keys and values, weights cast once a step, norms in half precision."""
     elastic_determinism: bool = False
     """The same bits with any number of workers, with more time, memory and exchange. On CPUs alone."""
     deterministic_chunk_documents: int | None = Field(default=None, ge=1)

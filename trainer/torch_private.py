@@ -11,6 +11,16 @@ def multiply_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)  # torch's own optimizers and clipping use it
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies tensors into others, which may have another type, in a few kernels."""
+    torch._foreach_copy_(targets, sources)
+
+
+def versions(tensors: list[Tensor]) -> int:
+    """A number that grows when a tensor changes in place; torch's fused optimizers count no change themselves."""
+    return sum(tensor._version for tensor in tensors)
+
+
 def fused_adamw(*tensors: list[Tensor], **settings: Any) -> None:
     """AdamW's update in one kernel, as `torch.optim.AdamW(fused=True)` calls it; here with a step of our own."""
     torch._fused_adamw_(*tensors, **settings)

@@ -7,7 +7,8 @@
    the second with dropped attention weights. Beside them, how far groups in bfloat16 are off.
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
-4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
+4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels; `experimental`: the same with
+   `scaling.experimental`, against a step without the setting.
 5. `repeat`: whether equal steps have equal bits, with `scaling.deterministic` and without, and the cost (repeat.py).
 6. `step`, `embed`: the benchmarks of these names, each with a file of figures next to OUT, measured without
    `scaling.deterministic`, the parts above with it.
@@ -40,8 +41,9 @@ _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their ker
 # dropped weight, 0.09 and 0.14 from attention that drops them.
 _TOLERANCES = {"embeddings": 0.04, "gradients": 0.08}
 _LARGER = 3  # factor of new weights, beside whose residual stream attention would hardly show
+_LOSS_TOLERANCE = 0.01  # of the loss after the warm-up: copies of weights that follow no step are further off
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
-_CHECKS = ("kernel", "dropout", "compiled", "syncs", "time", "repeat")
+_CHECKS = ("kernel", "dropout", "compiled", "syncs", "time", "experimental", "repeat")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an option of this command
     "step": ("step", "--device=cuda", "--model={model}", "--documents={documents}", "--compile"),
     "embed": ("embed",),
@@ -50,10 +52,7 @@ _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an opti
 
 def kernel_against_groups(workload: Workload, documents: int) -> dict[str, Any]:
     """Compare the kernel with groups."""
-    encoder = workload.encoder()
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.mul_(_LARGER if parameter.dim() > 1 else 1)
+    encoder = _larger(workload.encoder())
     drops = drops_attention(encoder.model.config)
     kernels = encoder.kernels(_DEVICE, drops)
     if kernels is None or (drops and kernels.attend_dropout is None):
@@ -85,9 +84,35 @@ def compiled_against_eager(workload: Workload, documents: int) -> dict[str, Any]
     return _compared(compiled, eager)
 
 
-def _warm(workload: Workload, documents: int, count: int) -> tuple[TrainStep, list[RankBatch]]:
+def experimental_against_default(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
+    """Compare a batch, and the loss after some steps, with and without `scaling.experimental`, and time its steps."""
+    compared = _compared(*(_values(_larger(_encoder(workload, mode)), workload, documents) for mode in (True, False)))
+    batch = workload.batch(0, documents)
+    steps = [_warm(workload, documents, 0, mode)[0] for mode in (True, False)]
+    losses = [train_step.begin({"": batch}, _WARM_UP + 1).read().loss for train_step in steps]
+    figures = {**timed(workload, documents, folder, experimental=True), **compared, "losses": losses}
+    return figures | {"passed": compared["passed"] and abs(losses[0] / losses[1] - 1) <= _LOSS_TOLERANCE}
+
+
+def _larger(encoder: Encoder) -> Encoder:
+    """The encoder with larger weights."""
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.mul_(_LARGER if parameter.dim() > 1 else 1)
+    return encoder
+
+
+def _encoder(workload: Workload, experimental: bool) -> Encoder:
+    encoder = workload.encoder(compiled=True)
+    encoder.experimental = experimental
+    return encoder
+
+
+def _warm(
+    workload: Workload, documents: int, count: int, experimental: bool = False
+) -> tuple[TrainStep, list[RankBatch]]:
     """A compiled train step after its warm-up, and the batches of the next steps."""
-    train_step = workload.train_step(workload.encoder(compiled=True), late=True)
+    train_step = workload.train_step(_encoder(workload, experimental), late=True)
     batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + count)]
     for step, batch in enumerate(batches[:_WARM_UP], start=1):
         train_step.begin({"": batch}, step).read()
@@ -107,9 +132,9 @@ def without_syncs(workload: Workload, documents: int) -> dict[str, Any]:
     return {"passed": True, "loss": pending[-1].read().loss}
 
 
-def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
+def timed(workload: Workload, documents: int, folder: Path, experimental: bool = False) -> dict[str, Any]:
     """Time steps, and write a table and a trace of their kernels."""
-    train_step, batches = _warm(workload, documents, _TIMED)
+    train_step, batches = _warm(workload, documents, _TIMED, experimental)
     torch.cuda.reset_peak_memory_stats()
     seconds = seconds_of_steps(train_step, batches, first=_WARM_UP + 1)
     with torch.profiler.profile() as profile:
@@ -197,6 +222,7 @@ def _parts(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], 
         "compiled": lambda: compiled_against_eager(dropping, options.documents),
         "syncs": lambda: without_syncs(dropping, options.documents),
         "time": lambda: timed(dropping, options.documents, folder),
+        "experimental": lambda: experimental_against_default(dropping, options.documents, folder / "experimental"),
         "repeat": lambda: repeated(options),
         **{name: lambda name=name: _benchmark(name, options, folder) for name in _BENCHMARKS},  # type: ignore[misc]
     }

@@ -46,6 +46,10 @@ def test_the_installed_torch_has_them():
         assert many[0].tolist() == [6.0, 6.0]
         private.fused_adamw(many, [torch.ones(2)], *moments, [], [step], amsgrad=False, maximize=False, **settings)
         assert many[0].tolist() == pytest.approx([5.5, 5.5])
+        version = private.versions(many)
+        private.copy_all(many, [torch.ones(2, dtype=torch.bfloat16)])
+        assert many[0].tolist() == [1.0, 1.0]
+        assert private.versions(many) > version
         private.raise_recompile_limit(torch._dynamo.config.recompile_limit)
         for dtype in filter(private.can_pack_linear, (torch.float32, torch.bfloat16)):
             w, x, b = (tensor.to(dtype) for tensor in (weight, inputs, bias))

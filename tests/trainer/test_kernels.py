@@ -219,7 +219,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from declutr.trainer.model import span_kernels
 KINDS = dict.fromkeys(("bounds", "order", "keys", "limits", "words"), "*i32")
-KINDS |= dict.fromkeys(("num_words", "heads"), "i32")
+KINDS |= dict.fromkeys(("num_words", "heads", "pitch"), "i32")
 KINDS |= dict.fromkeys(("sums", "dots", "kept"), "*fp32") | {"scale": "fp32"}
 CASES = (80, 128, 0, True), (89, 64, 0, False), (90, 64, 0, True), (90, 24, 65, True)
 for capability, head_size, window, drop in CASES:
@@ -264,7 +264,7 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
     (*tensors, upstream), drop = random_inputs(lengths, heads, head_size, mixed_rates)
     tensors = [tensor.clone().requires_grad_() for tensor in tensors]
     drop = None if mixed_rates is None else drop
-    actual = span_attention.attend_spans(*tensors, *in_order(lengths), 256, 0.2, window, drop)
+    actual = span_attention.attend_spans(tensors, *in_order(lengths), 256, 0.2, window, drop)
     outputs = []
     for start, end in pairwise([0, *accumulate(lengths)]):
         q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in tensors)
@@ -286,10 +286,18 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
 def test_the_operation_keeps_the_rules_of_torch():
     """Shapes without values, gradients and strides as torch.compile expects them; a repetition has the same bits."""
     (query, key, value, _), drop = random_inputs([5, 70], 2, 16, mixed_rates=True)
-    dropout = drop.keys, drop.rates.limits, drop.rates.factors.float(), torch.tensor(3)
-    arguments = query.requires_grad_(), key, value, *in_order([5, 70]), *dropout, 128, 0.25, 0
-    torch.library.opcheck(span_attention._attend, arguments)
-    assert torch.equal(*(span_attention._attend(*arguments)[0] for _ in range(2)))
+    dropout = [drop.keys, drop.rates.limits, drop.rates.factors.float(), torch.tensor(3)]
+    spans = *in_order([5, 70]), dropout, 128, 0.25, 0
+    apart, packed = [query, key, value], [torch.stack([query, key, value], 1)]
+    for tensors in (apart, packed):
+        arguments = [tensor.requires_grad_() for tensor in tensors], *spans
+        torch.library.opcheck(span_attention._attend, arguments)
+        assert torch.equal(*(span_attention._attend(*arguments)[0] for _ in range(2)))
+    outputs = [span_attention._attend(tensors, *spans)[0] for tensors in (apart, packed)]
+    assert torch.equal(*outputs)
+    pairs = zip(outputs, (apart, packed), strict=True)
+    gradients = [torch.autograd.grad(output.square().sum(), tensors) for output, tensors in pairs]
+    assert torch.equal(torch.stack(gradients[0], 1), gradients[1][0])
 
 
 @pytest.mark.nightly

@@ -47,11 +47,9 @@ class Kernels(NamedTuple):
     """Kernels of a GPU, each of which computes the attention of all spans in one call."""
 
     # the function below, or that of trainer/model/span_attention.py.
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+    attend: Callable[..., Tensor]
     # the latter, which also drops weights; None: groups do.
-    attend_dropout: (
-        Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, int | None, WeightDropout], Tensor] | None
-    ) = None
+    attend_dropout: Callable[..., Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -123,14 +121,17 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window, kernels = kwargs.get("sliding_window"), packed_layout.kernels
     drop = weight_dropout(module, dropout, packed_layout.token_keys, packed_layout.rates)
-    if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropout is not None):
-        q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-        inputs = q, k, v, packed_layout.bounds, packed_layout.order, packed_layout.longest, scaling, window
-        if drop is None:
-            return kernels.attend(*inputs)[None], None
-        assert kernels.attend_dropout is not None
-        return kernels.attend_dropout(*inputs, drop)[None], None
-    return attend_in_groups(query, key, value, scaling, window, drop, packed_layout), None
+    kernel = kernels and (kernels.attend if drop is None else kernels.attend_dropout)
+    if query.dtype not in _HALF:
+        kernel = None
+    packs = getattr(module, "packs", False)  # keys and values are behind the queries (trainer/model/half.py)
+    if packs and kernel in (None, attend):
+        (query, key, value), packs = query.unflatten(1, (3, -1)).unbind(1), False
+    if kernel is None:
+        return attend_in_groups(query, key, value, scaling, window, drop, packed_layout), None
+    inputs = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in ([query] if packs else [query, key, value])]
+    rest = packed_layout.bounds, packed_layout.order, packed_layout.longest, scaling, window
+    return kernel(inputs, *rest, *([] if drop is None else [drop]))[None], None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the groups differ in every batch: a break between layers
@@ -194,9 +195,7 @@ def register() -> None:
 
 
 def attend(
-    query: Tensor,  # `(T, heads, head_dim)` in half precision, as keys and values
-    key: Tensor,
-    value: Tensor,
+    tensors: list[Tensor],  # queries, keys and values `(T, heads, head_dim)` in half precision
     bounds: Tensor,  # `(S + 1,)` int32 start of each span, and the end of the last
     order: Tensor,  # noqa: ARG001 - the kernel has its own
     longest: int,  # at least the tokens of the longest span
@@ -205,6 +204,7 @@ def attend(
 ) -> Tensor:
     """Attention within spans, `(T, heads, head_dim)`, in one call for all spans."""
     reach = -1 if window is None else window - 1  # the kernel's limit is |i - j| <= reach, and -1 none
+    query, key, value = tensors
     output = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
     assert isinstance(output, Tensor)
     return output
@@ -226,7 +226,7 @@ def fitting_kernels(
     model: torch.nn.Module,  # the encoder
     device: torch.device,  # its device
     drops: bool,  # attention weights are dropped
-    own: bool = False,  # take this project's kernel without dropout too (`scaling.span_kernels`)
+    own: bool = False,  # take this project's kernel without dropout too (`scaling.experimental`)
 ) -> Kernels | None:
     """The kernels for an encoder's attention on a device; a line in the log says which a GPU cannot use."""
     if device.type != "cuda":
@@ -250,7 +250,7 @@ def own_kernel(head_size: int, device: torch.device, drops: bool) -> Any:
         if problem is None:
             return span_attention.attend_spans
     instead = "attention dropout stores the weights of some spans at a time, which is slower"
-    _warn_once(f"{instead if drops else 'scaling.span_kernels has no effect'}: {problem}")
+    _warn_once(f"{instead if drops else 'this part of scaling.experimental has no effect'}: {problem}")
     return None
 
 

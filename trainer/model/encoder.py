@@ -30,6 +30,7 @@ from declutr.trainer.model.attention import (
     PADDED,
     AttentionLayout,
     Kernels,
+    attend,
     fitting_kernels,
     prepare_modules,
     register,
@@ -38,6 +39,7 @@ from declutr.trainer.model.behind import Dense, Step
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import DropoutKeys, key_dropout
 from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
+from declutr.trainer.model.half import HalfWeights
 from declutr.trainer.model.language_model import (
     ATTENTION_DROPOUTS,
     FAMILIES,
@@ -73,7 +75,8 @@ class Encoder(nn.Module):
         self.load_report = load_report or LoadReport()
         self.sharded = False  # set by trainer/parallel/communicator.py
         self.prompts: dict[str, str] = {}  # of its export, by name; set by trainer/build.py
-        self.span_kernels = False  # set by trainer/build.py, from the setting of that name
+        self.experimental = False  # set by trainer/build.py, from the setting of that name
+        self._weights: HalfWeights | None = None
         self._kernels: dict[tuple[torch.device, bool], Kernels | None] = {}
         self._switch: EmbeddingSwitch | None = None
         self.hidden_size = int(model.config.hidden_size)
@@ -161,7 +164,7 @@ class Encoder(nn.Module):
     ) -> Kernels | None:
         """The attention kernels on a device; None: groups of spans of similar length attend together."""
         if (device, drops) not in self._kernels:
-            self._kernels[device, drops] = fitting_kernels(self.model, device, drops, self.span_kernels)
+            self._kernels[device, drops] = fitting_kernels(self.model, device, drops, self.experimental)
         return self._kernels[device, drops]
 
     def token_places(self, batch: AnyBatch) -> int:
@@ -228,9 +231,19 @@ class Encoder(nn.Module):
                 get_logger().warning("the encoder is not compiled, so steps are slower: %s", problem)
             else:
                 self._compile_layers()
+        if device.type == "cuda" and self.experimental and not self.sharded and torch.is_autocast_enabled("cuda"):
+            self.halve(torch.get_autocast_dtype("cuda"))
         if self.training or not self._compiled:
             return nullcontext()
         return torch.compiler.set_stance("force_eager")
+
+    def halve(self, dtype: torch.dtype) -> None:
+        """Gives the layers copies of their weights in half precision, or lets the copies follow the weights."""
+        if self._weights is None:
+            own = any(kernels is not None and kernels.attend is not attend for kernels in self._kernels.values())
+            body, packs = self.model.base_model, own and self.config.layout == "packed"
+            self._weights = HalfWeights(body, self.model.config.model_type, dtype, packs)
+        self._weights.follow()
 
     def _compile_layers(self) -> None:
         """Compiles the layers and the loss of the head once for all lengths."""

@@ -6,7 +6,7 @@ Legend: T tokens, S spans.
 """
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,9 +27,7 @@ _TRIED_LENGTHS, _TRIED_HEADS, _TRIED_RATE, _TOLERANCE = (70, 3, 129), 2, 0.3, 0.
 
 
 def attend_spans(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: list[Tensor],  # queries, keys and values; or queries `(T, 3 heads, head_dim)`, with these behind them
     bounds: Tensor,
     order: Tensor,
     longest: int,
@@ -41,110 +39,105 @@ def attend_spans(
 
     `order` is int32: the numbers of the S spans in the order in which they start; what follows is not read.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tensors = query, key, value, bounds, order
-    rest = longest, scale, window or 0
-    output: Tensor
-    if drop is None:
-        output, _ = _attend(*tensors, None, None, None, None, *rest)
-        return output
-    if drop.rates is None:
-        limits = torch.full_like(drop.keys, limit(drop.p))
+    tensors = tensors if len(tensors) > 1 else [tensors[0].unflatten(1, (3, -1))]
+    dropout: list[Tensor] = []  # not list[Tensor](), which torch.compile cannot trace
+    if drop is not None and drop.rates is None:
         kept = torch.full_like(drop.keys, 1 / (1 - drop.p), dtype=torch.float32)
-    else:
-        limits, kept = drop.rates.limits, drop.rates.factors.float()
-    output, _ = _attend(*tensors, drop.keys, limits, kept, drop.layer, *rest)
+        dropout = [drop.keys, torch.full_like(drop.keys, limit(drop.p)), kept, drop.layer]
+    elif drop is not None and drop.rates is not None:
+        dropout = [drop.keys, drop.rates.limits, drop.rates.factors.float(), drop.layer]
+    scale = tensors[0].shape[-1] ** -0.5 if scaling is None else scaling
+    output: Tensor = _attend(tensors, bounds, order, dropout, longest, scale, window or 0)[0]
     return output
+
+
+def _thirds(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Queries, keys and values `(T, heads, head_dim)`; of one tensor, `(T, 3, heads, head_dim)`, they are views."""
+    return tensors if len(tensors) > 1 else tensors[0].unbind(1)
 
 
 @torch.library.custom_op("declutr::attend_spans", mutates_args=())
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: Sequence[Tensor],  # queries, keys and values, or one tensor with all
     bounds: Tensor,
     order: Tensor,
-    token_keys: Tensor | None,
-    limits: Tensor | None,
-    kept: Tensor | None,
-    layer: Tensor | None,
+    dropout: Sequence[Tensor],  # keys, limits and factors of the tokens, and the layer's number; or nothing
     longest: int,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Output, and log2-sums `(T, heads)` of the scores."""
-    output, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-    spans = bounds, order, token_keys, limits, kept
-    _launch(kernels.forward, (query, key, value, output, sums), spans, (), layer, longest, scale, window)
+    output, sums = _outputs(tensors)
+    rest = bounds, order, dropout, longest, scale, window
+    _launch(kernels.forward, (*_thirds(tensors), output, sums), (), *rest)
     return output, sums
 
 
 @torch.library.custom_op("declutr::attend_spans_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: Sequence[Tensor],
     output: Tensor,
     sums: Tensor,
     bounds: Tensor,
     order: Tensor,
-    token_keys: Tensor | None,
-    limits: Tensor | None,
-    kept: Tensor | None,
-    layer: Tensor | None,
+    dropout: Sequence[Tensor],
     longest: int,
     scale: float,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+) -> Tensor:
+    """Gradients of queries, keys and values, `(T, 3, heads, head_dim)`."""
+    rest = bounds, order, dropout, longest, scale, window
     gradient, dots = gradient.contiguous(), torch.empty_like(sums)
-    spans, rest = (bounds, order, token_keys, limits, kept), (layer, longest, scale, window)
-    of_query, of_key, of_value = (torch.empty_like(tensor) for tensor in (query, key, value))
+    thirds, gradients = _thirds(tensors), _gradients(output)
+    of_query, of_key, of_value = gradients.unbind(1)
     # writes `dots`, which the next one reads
-    inputs = query, key, value, gradient, output, sums, dots
-    _launch(kernels.backward_queries, inputs, spans, (of_query,), *rest)
-    _launch(kernels.backward_keys, (query, key, value, gradient, sums, dots), spans, (of_key, of_value), *rest)
-    return of_query, of_key, of_value
+    _launch(kernels.backward_queries, (*thirds, gradient, output, sums, dots), (of_query,), *rest)
+    _launch(kernels.backward_keys, (*thirds, gradient, sums, dots), (of_key, of_value), *rest)
+    return gradients
 
 
 def _launch(
-    kernel: Any, inputs: tuple[Tensor, ...], spans: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...],
-    layer: Tensor | None, longest: int, scale: float, window: int,
+    kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], bounds: Tensor, order: Tensor,
+    dropout: Sequence[Tensor], longest: int, scale: float, window: int,
 ) -> None:  # fmt: skip
     """Starts a program for each block of 64 tokens of each span and head."""
     _, heads, size = inputs[0].shape
-    bounds, order, *drop = spans
-    assert bounds is not None
-    words = bounds[None]  # in the place of tensors that are not read
-    if layer is not None:
-        words = attention_words(layer, heads, longest, bounds.device)
-    drop = [bounds if tensor is None else tensor for tensor in drop]
+    *drop, layer = dropout or (bounds, bounds, bounds, None)  # in the place of tensors that are not read
+    words = bounds[None] if layer is None else attention_words(layer, heads, longest, bounds.device)
     grid = (triton.cdiv(longest, kernels.BLOCK), heads, len(bounds) - 1)
     wide = max(_LEAST_WIDTH, triton.next_power_of_2(size))
-    arguments = *inputs, bounds, order, *drop, words, words.stride(0), scale, heads, *outputs
+    arguments = *inputs, bounds, order, *drop, words, words.stride(0), scale, heads, inputs[0].stride(0), *outputs
     kernel[grid](*arguments, DROP=layer is not None, WINDOW=window, SIZE=size, WIDE=wide)
 
 
 @_attend.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+def _outputs(tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    shape = tensors[0].shape[0], *tensors[0].shape[-2:]
+    return tensors[0].new_empty(shape), tensors[0].new_empty(shape[:-1], dtype=torch.float32)
 
 
 @_attend_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _(gradient: Tensor, tensors: Sequence[Tensor], output: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
+    return _gradients(output)
+
+
+def _gradients(output: Tensor) -> Tensor:
+    return output.new_empty(output.shape[0], 3, *output.shape[1:])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *spans = inputs[:9]
-    ctx.save_for_backward(query, key, value, *output, *spans)
-    ctx.numbers = inputs[9:]
+    tensors, bounds, order, dropout, *ctx.numbers = inputs
+    ctx.thirds = len(tensors)
+    ctx.save_for_backward(*output, bounds, order, *tensors, *dropout)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *(None for _ in range(9))
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    output, sums, bounds, order, *rest = ctx.saved_tensors
+    tensors, dropout = rest[: ctx.thirds], rest[ctx.thirds :]
+    gradients = _attend_backward(gradient, tensors, output, sums, bounds, order, dropout, *ctx.numbers)
+    of_tensors = [gradients] if len(tensors) == 1 else list(gradients.unbind(1))
+    return of_tensors, None, None, [None] * len(dropout), None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
@@ -176,10 +169,13 @@ def _difference(head_size: int, device: torch.device, drops: bool, dtype: torch.
     drop = WeightDropout(torch.tensor(0), _TRIED_RATE if drops else NEVER, keys)
     bounds = [0, *accumulate(_TRIED_LENGTHS)]
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def kernel(*tensors: Tensor) -> Tensor:
         starts = torch.tensor(bounds, dtype=torch.int32, device=device)
         order = torch.arange(len(_TRIED_LENGTHS), dtype=torch.int32, device=device)
-        return attend_spans(query, key, value, starts, order, max(_TRIED_LENGTHS), None, None, drop if drops else None)
+        return attend_spans([*tensors], starts, order, max(_TRIED_LENGTHS), None, None, drop if drops else None)
+
+    def packed(*tensors: Tensor) -> Tensor:
+        return kernel(torch.cat(tensors, 1))
 
     def explicit(*tensors: Tensor) -> Tensor:
         outputs = []
@@ -194,5 +190,6 @@ def _difference(head_size: int, device: torch.device, drops: bool, dtype: torch.
         output = attend(*inputs)
         return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
 
-    pairs = zip(values(kernel, dtype), values(explicit, torch.float32), strict=True)
-    return max(float((actual.float() - expected).norm() / expected.norm()) for actual, expected in pairs)
+    expected = values(explicit, torch.float32)
+    pairs = [pair for attend in (kernel, packed) for pair in zip(values(attend, dtype), expected, strict=True)]
+    return max(float((actual.float() - exact).norm() / exact.norm()) for actual, exact in pairs)

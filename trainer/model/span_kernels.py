@@ -24,10 +24,13 @@ _SECOND = tl.constexpr(signed(0x846CA68B))
 
 
 @triton.jit
-def _load(pointer, start, rows, length, head, heads, EDGE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Features `(BLOCK, WIDE)` of a span's tokens in one head, and 0 where there are none; without EDGE all exist."""
+def _load(pointer, start, rows, length, head, pitch, EDGE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Features `(BLOCK, WIDE)` of a span's tokens in one head, and 0 where there are none; without EDGE all exist.
+
+    A token begins `pitch` numbers behind the one before it: queries, keys and values may be thirds of one tensor.
+    """
     features = tl.arange(0, WIDE)
-    offsets = ((start + rows).to(tl.int64)[:, None] * heads + head) * SIZE + features[None, :]
+    offsets = (start + rows).to(tl.int64)[:, None] * pitch + head * SIZE + features[None, :]
     if EDGE or SIZE < WIDE:
         return tl.load(pointer + offsets, (rows < length)[:, None] & (features < SIZE)[None, :], other=0.0)
     else:  # noqa: RET505 - Triton returns at the end of a branch
@@ -35,10 +38,10 @@ def _load(pointer, start, rows, length, head, heads, EDGE: tl.constexpr, SIZE: t
 
 
 @triton.jit
-def _store(pointer, values, start, rows, length, head, heads, SIZE: tl.constexpr, WIDE: tl.constexpr):
+def _store(pointer, values, start, rows, length, head, pitch, SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Writes features of a span's tokens in one head."""
     features = tl.arange(0, WIDE)
-    offsets = ((start + rows).to(tl.int64)[:, None] * heads + head) * SIZE + features[None, :]
+    offsets = (start + rows).to(tl.int64)[:, None] * pitch + head * SIZE + features[None, :]
     there = (rows < length)[:, None] & (features < SIZE)[None, :]
     tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), there)
 
@@ -90,12 +93,12 @@ def _factors(keys, limits, kept, words, start, rows, columns, length, head, num_
 @triton.jit
 def _attend(
     q, largest, total, output, key, value, keys, limits, kept, words, num_words, start, rows, begin, length, head,
-    heads, scale, EDGE: tl.constexpr, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    pitch, scale, EDGE: tl.constexpr, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of the weights and O after a further block of keys."""
     columns = begin + tl.arange(0, BLOCK)
-    k = _load(key, start, columns, length, head, heads, EDGE, SIZE, WIDE)
-    v = _load(value, start, columns, length, head, heads, EDGE, SIZE, WIDE)
+    k = _load(key, start, columns, length, head, pitch, EDGE, SIZE, WIDE)
+    v = _load(value, start, columns, length, head, pitch, EDGE, SIZE, WIDE)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * _LOG2_E)
     if EDGE:
         scores = tl.where(_near(rows, columns, length, WINDOW), scores, _HIDDEN)
@@ -110,28 +113,28 @@ def _attend(
 
 @triton.jit
 def forward(
-    query, key, value, out, sums, bounds, order, keys, limits, kept, words, num_words, scale, heads,
+    query, key, value, out, sums, bounds, order, keys, limits, kept, words, num_words, scale, heads, pitch,
     DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """O and log2-sums of a block of queries."""
     start, length, rows, low, edge, high = _block(bounds, order, WINDOW)
     head = tl.program_id(1)
-    q = _load(query, start, rows, length, head, heads, True, SIZE, WIDE)
+    q = _load(query, start, rows, length, head, pitch, True, SIZE, WIDE)
     largest = tl.full((BLOCK,), _HIDDEN, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     output = tl.zeros((BLOCK, WIDE), tl.float32)
     for begin in range(low, edge, BLOCK):
         largest, total, output = _attend(
             q, largest, total, output, key, value, keys, limits, kept, words, num_words, start, rows, begin, length,
-            head, heads, scale, False, DROP, WINDOW, SIZE, WIDE,
+            head, pitch, scale, False, DROP, WINDOW, SIZE, WIDE,
         )  # fmt: skip
     for begin in range(edge, high, BLOCK):
         largest, total, output = _attend(
             q, largest, total, output, key, value, keys, limits, kept, words, num_words, start, rows, begin, length,
-            head, heads, scale, True, DROP, WINDOW, SIZE, WIDE,
+            head, pitch, scale, True, DROP, WINDOW, SIZE, WIDE,
         )  # fmt: skip
     total = tl.where(rows < length, total, 1.0)
-    _store(out, output / total[:, None], start, rows, length, head, heads, SIZE, WIDE)
+    _store(out, output / total[:, None], start, rows, length, head, heads * SIZE, SIZE, WIDE)
     tl.store(sums + (start + rows) * heads + head, largest + tl.log2(total), rows < length)
 
 
@@ -156,12 +159,12 @@ def _differentiate(
 @triton.jit
 def _query_block(
     q, g, total, dot, sum_query, key, value, keys, limits, kept, words, num_words, start, rows, begin, length, head,
-    heads, scale, EDGE: tl.constexpr, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    pitch, scale, EDGE: tl.constexpr, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The sum dS K after a further block of keys."""
     columns = begin + tl.arange(0, BLOCK)
-    k = _load(key, start, columns, length, head, heads, EDGE, SIZE, WIDE)
-    v = _load(value, start, columns, length, head, heads, EDGE, SIZE, WIDE)
+    k = _load(key, start, columns, length, head, pitch, EDGE, SIZE, WIDE)
+    v = _load(value, start, columns, length, head, pitch, EDGE, SIZE, WIDE)
     _, of_scores = _differentiate(
         q, k, v, g, total, dot, keys, limits, kept, words, num_words, start, rows, columns, length, head, scale,
         EDGE, DROP, WINDOW,
@@ -172,14 +175,14 @@ def _query_block(
 @triton.jit
 def backward_queries(
     query, key, value, gradient, out, sums, dots, bounds, order, keys, limits, kept, words, num_words, scale, heads,
-    of_query, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    pitch, of_query, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradient dQ of a block of queries, and rowsum(dO O), which `backward_keys` reads."""
     start, length, rows, low, edge, high = _block(bounds, order, WINDOW)
     head = tl.program_id(1)
-    q = _load(query, start, rows, length, head, heads, True, SIZE, WIDE)
-    g = _load(gradient, start, rows, length, head, heads, True, SIZE, WIDE)
-    o = _load(out, start, rows, length, head, heads, True, SIZE, WIDE)
+    q = _load(query, start, rows, length, head, pitch, True, SIZE, WIDE)
+    g = _load(gradient, start, rows, length, head, heads * SIZE, True, SIZE, WIDE)
+    o = _load(out, start, rows, length, head, heads * SIZE, True, SIZE, WIDE)
     dot = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(dots + (start + rows) * heads + head, dot, rows < length)
     # beyond the span P is 0
@@ -188,26 +191,26 @@ def backward_queries(
     for begin in range(low, edge, BLOCK):
         sum_query = _query_block(
             q, g, total, dot, sum_query, key, value, keys, limits, kept, words, num_words, start, rows, begin, length,
-            head, heads, scale, False, DROP, WINDOW, SIZE, WIDE,
+            head, pitch, scale, False, DROP, WINDOW, SIZE, WIDE,
         )  # fmt: skip
     for begin in range(edge, high, BLOCK):
         sum_query = _query_block(
             q, g, total, dot, sum_query, key, value, keys, limits, kept, words, num_words, start, rows, begin, length,
-            head, heads, scale, True, DROP, WINDOW, SIZE, WIDE,
+            head, pitch, scale, True, DROP, WINDOW, SIZE, WIDE,
         )  # fmt: skip
-    _store(of_query, sum_query * scale, start, rows, length, head, heads, SIZE, WIDE)
+    _store(of_query, sum_query * scale, start, rows, length, head, 3 * heads * SIZE, SIZE, WIDE)
 
 
 @triton.jit
 def _key_block(
     k, v, sum_key, sum_value, query, gradient, sums, dots, keys, limits, kept, words, num_words, start, columns, begin,
-    length, head, heads, scale, EDGE: tl.constexpr, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
+    length, head, heads, pitch, scale, EDGE: tl.constexpr, DROP: tl.constexpr, WINDOW: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The sums dS^T Q and (P F)^T dO after a further block of queries."""
     rows = begin + tl.arange(0, BLOCK)
-    q = _load(query, start, rows, length, head, heads, EDGE, SIZE, WIDE)
-    g = _load(gradient, start, rows, length, head, heads, EDGE, SIZE, WIDE)
+    q = _load(query, start, rows, length, head, pitch, EDGE, SIZE, WIDE)
+    g = _load(gradient, start, rows, length, head, heads * SIZE, EDGE, SIZE, WIDE)
     total = tl.load(sums + (start + rows) * heads + head, rows < length, other=float("inf"))
     dot = tl.load(dots + (start + rows) * heads + head, rows < length, other=0.0)
     dropped, of_scores = _differentiate(
@@ -221,24 +224,24 @@ def _key_block(
 @triton.jit
 def backward_keys(
     query, key, value, gradient, sums, dots, bounds, order, keys, limits, kept, words, num_words, scale, heads,
-    of_key, of_value, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    pitch, of_key, of_value, DROP: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradients dK and dV of a block of keys."""
     start, length, columns, low, edge, high = _block(bounds, order, WINDOW)
     head = tl.program_id(1)
-    k = _load(key, start, columns, length, head, heads, True, SIZE, WIDE)
-    v = _load(value, start, columns, length, head, heads, True, SIZE, WIDE)
+    k = _load(key, start, columns, length, head, pitch, True, SIZE, WIDE)
+    v = _load(value, start, columns, length, head, pitch, True, SIZE, WIDE)
     sum_key = tl.zeros((BLOCK, WIDE), tl.float32)
     sum_value = tl.zeros((BLOCK, WIDE), tl.float32)
     for begin in range(low, edge, BLOCK):
         sum_key, sum_value = _key_block(
             k, v, sum_key, sum_value, query, gradient, sums, dots, keys, limits, kept, words, num_words, start,
-            columns, begin, length, head, heads, scale, False, DROP, WINDOW, SIZE, WIDE,
+            columns, begin, length, head, heads, pitch, scale, False, DROP, WINDOW, SIZE, WIDE,
         )  # fmt: skip
     for begin in range(edge, high, BLOCK):
         sum_key, sum_value = _key_block(
             k, v, sum_key, sum_value, query, gradient, sums, dots, keys, limits, kept, words, num_words, start,
-            columns, begin, length, head, heads, scale, True, DROP, WINDOW, SIZE, WIDE,
+            columns, begin, length, head, heads, pitch, scale, True, DROP, WINDOW, SIZE, WIDE,
         )  # fmt: skip
-    _store(of_key, sum_key * scale, start, columns, length, head, heads, SIZE, WIDE)
-    _store(of_value, sum_value, start, columns, length, head, heads, SIZE, WIDE)
+    _store(of_key, sum_key * scale, start, columns, length, head, 3 * heads * SIZE, SIZE, WIDE)
+    _store(of_value, sum_value, start, columns, length, head, 3 * heads * SIZE, SIZE, WIDE)

@@ -149,6 +149,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = pending.rate
         self.optimizer.step()
+        torch.autograd.graph.increment_version(parameters)  # fused optimizers do not (trainer/model/half.py)
         for task, result in zip(self.tasks, results, strict=True):
             if result.gathered is not None:
                 task.objective.remember(result.gathered)
