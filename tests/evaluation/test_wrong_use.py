@@ -69,6 +69,7 @@ OTHERS = [
     (["prepare", "table.csv", "--plan"], "corpus.paths=[table.csv]"),
     (["prepare", "cpu-smal.yaml"], "did you mean `configs/cpu-small.yaml`?"),
     (["prepare", "good.yaml", "corpus.text_field=3"], "two kinds: corpus.text_field='\"...\"'\n"),
+    (["prepare", "good.yaml", "output=my: "], "two kinds: output='\"...\"'\n"),
     (["prepare", "good.yaml", "corpus.paths=[void.jsonl]"], "hold no documents; check corpus.paths = ['void.jsonl']"),
     (["adapt", "docs", "void.jsonl", "--output", "x", "--address", "localhost:1"], "--address localhost:1: no Ray clu"),
     (["report", "docs", "--output", "file.txt"], ("--output file.txt: ", "is a file; name a folder")),

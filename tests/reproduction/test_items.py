@@ -1,5 +1,7 @@
 """Items and their settings, starts and plans; comparisons over seeds against SciPy; layers of an encoder."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -118,7 +120,6 @@ TERMS = {"both": {}, "mlm": {"objective.terms": "mlm"}}
     ({"axis": {}}, ["axis", "unknown key"]),
     ({"axes": {"rate": {0.001: {}}}}, ["axes.rate: the key 0.001 must be text", "quotes"]),
     ({"axes": {}}, ["axes or encoders"]),
-    ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
     ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
     ({"pairs": [["both", "50%"]]}, ["pairs", "both and 50%", "two axes"]),
     ({"axes": {"terms": {}}}, ["axes.terms", "no label"]),
@@ -156,7 +157,7 @@ def test_wrong_setting_is_refused(own, tmp_path, capsys, words, part):
 def test_plan_names_cells_seeds_steps_and_rows_and_runs_nothing(own, tmp_path, capsys):
     assert main(["reproduce", *arguments(own, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")]) == 0
     text = capsys.readouterr().out
-    parts = ("12 (4 cells, seeds [4, 5, 6]), 0 finished", "3 steps x 8 rows = 24", "of 50%", "12 runs left")
+    parts = ("12 (4 cells, seeds [4, 5, 6]), 0 finished", "3 steps x 8 rows = 24", "of 50%", "12 runs left: ")
     assert [part for part in parts if part not in text] == []
     assert not (tmp_path / "work").exists()
     assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")
@@ -279,6 +280,8 @@ def test_only_seeds_and_combinations_that_both_labels_have_are_compared():
         *[("share", "half", "all"), ("share", "all", "start"), ("share", "half", "start")],
     ]
     assert [row for row in rows if row.base != "start"] == averaged(CELLS, numbers())
+    known = averaged({"words": {"": "words"}} | CELLS, numbers() | {"words": dict.fromkeys(SEEDS, 7.0)})
+    assert [replace(row, base=row.base.replace("words", "start")) for row in known] == rows
     gains = {row.label: row.difference for row in rows if row.base == "start"}
     assert gains["mlm"] - gains["both"] == pytest.approx(rows[0].difference)
 
@@ -316,11 +319,11 @@ def test_lower_layers_are_those_of_the_source(tmp_path, capsys):
     assert cut.config.num_hidden_layers == len(cut.encoder.layer) == 1
     theirs = whole.state_dict()
     assert all(value.equal(theirs[name]) for name, value in cut.state_dict().items())
-    lower_layers.main([str(source), "0", str(tmp_path / "words")])
     table = whole.get_input_embeddings().weight
     ids = AutoTokenizer.from_pretrained(source)("a b c", add_special_tokens=False)["input_ids"]
-    means = load_encoder(tmp_path / "words").encode(["a b c"])
-    assert torch.allclose(torch.from_numpy(means[0]), table[ids].mean(dim=0), atol=1e-6)
+    means = load_encoder(f"words:{source}")
+    assert torch.allclose(torch.from_numpy(means.encode(["a b c"])[0]), table[ids].mean(dim=0), atol=1e-6)
+    assert means.fingerprint == load_encoder(f"words:{source}").fingerprint != load_encoder(f"words:{tmp_path / 'new'}")
     for folder, layers, target, parts in (
         (source, 9, "nine", ("9 layers", "has 2")), (tmp_path / "none", 1, "other", ("none has no config.json",)),
         (source, 1, "new", ("new exists already",)),
@@ -329,4 +332,4 @@ def test_lower_layers_are_those_of_the_source(tmp_path, capsys):
             lower_layers.main([str(folder), str(layers), str(tmp_path / target)])
         message = capsys.readouterr().err
         assert [part for part in parts if part not in message] == []
-    assert {path.name for path in tmp_path.iterdir()} == {"start", "new", "words"}
+    assert {path.name for path in tmp_path.iterdir()} == {"start", "new"}

@@ -132,14 +132,18 @@ def test_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finishe
     scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}, "start": {"config": config}}
     columns = {"chosen": judged, "last": judged | {"checkpoint": "last"}}
     terms = {"both": {}, "mlm": {"objective.terms": "mlm"}}
-    copy = changed(item, "starts", scale, columns=columns, axes={"terms": terms})
-    words, numbers = ["--start", start, "--only", "start", "--only", "mlm", "--seeds", "0"], {}
+    known = {"word vectors": {"name": "words:$DECLUTR_START"}}
+    copy = changed(item, "starts", scale, columns=columns, axes={"terms": terms}, encoders=known)
+    words, numbers = ["--start", start, "--seeds", "0"], {}
+    words += [word for label in ("start", "mlm", *known) for word in ("--only", label)]
     for export in ("best", "last"):
         assert call(*arguments(copy, tmp_path / export, *words, f"export={export}")) == 0
         assert not (tmp_path / export / "start").exists()
         part = results(tmp_path / export / "starts-tiny", "results-part")
         numbers[export] = part["numbers"]
-        assert {(row["label"], row["base"]) for row in part["differences"]["last"]} == {("mlm", "start")}
+        pairs = {(row["label"], row["base"]) for row in part["differences"]["last"]}
+        assert pairs == {("mlm", base) for base in ("start", *known)}
+        assert numbers[export]["last"]["start"] != numbers[export]["last"]["word vectors"]
     assert numbers["best"]["chosen"]["start"] == numbers["best"]["last"]["start"] == numbers["last"]["last"]["start"]
     assert numbers["best"]["last"]["mlm"] == numbers["last"]["chosen"]["mlm"] == numbers["last"]["last"]["mlm"]
     for word in ("checkpoint.every_steps=2", "validation.patience=7"):  # of these checkpoints one was chosen

@@ -46,10 +46,8 @@ _HALF = (torch.bfloat16, torch.float16)
 class Kernels(NamedTuple):
     """Kernels of a GPU, each of which computes the attention of all spans in one call."""
 
-    # the function below, or that of trainer/model/span_attention.py.
-    attend: Callable[..., Tensor]
-    # the latter, which also drops weights; None: groups do.
-    attend_dropout: Callable[..., Tensor] | None = None
+    attend: Callable[..., Tensor]  # the function below, or that of trainer/model/span_attention.py
+    attend_dropout: Callable[..., Tensor] | None = None  # the latter, which also drops weights; None: groups do
 
 
 @dataclass(eq=False)
@@ -230,6 +228,8 @@ def fitting_kernels(
 ) -> Kernels | None:
     """The kernels for an encoder's attention on a device; a line in the log says which a GPU cannot use."""
     if device.type != "cuda":
+        if own:
+            _warn_once(f"scaling.experimental has no effect on {device.type}: it is for GPUs")
         return None
     config: Any = model.config
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -123,7 +123,7 @@ def check_lengths(config: PipelineConfig, tokenizer: Any) -> None:
 
 def _place_problems(config: AdaptConfig, output: Path) -> Iterator[str]:
     """Problems of the paths of encoder, corpus and output, such as an output within the corpus."""
-    is_baseline = config.encoder.startswith(("hashed-words", "untrained:", "untrained@"))
+    is_baseline = config.encoder.startswith(("hashed-words", "untrained:", "untrained@", "words:"))
     place = Path() if is_baseline else expand(config.encoder)
     encoder_problem = unloadable(config.encoder) or no_encoder(place)
     if is_run(place):

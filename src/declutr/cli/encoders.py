@@ -46,7 +46,7 @@ def _in_options() -> Iterator[None]:
 def run_embed(arguments: list[str]) -> int:
     """Embed texts; return the exit status."""
     parser = Parser("embed", "Embed texts. Run again to continue after a stop.")
-    parser.add_argument("model", help="folder, name, hashed-words:SIZE or untrained:NAME")
+    parser.add_argument("model", help="folder, name, hashed-words:SIZE, words:NAME or untrained:NAME")
     parser.add_argument("inputs", nargs="+", help="files, folders, globs, in their order: text lines, JSONL, Parquet")
     parser.add_argument("--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written"
                         " to OUTPUT.json")  # fmt: skip

@@ -160,7 +160,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _parser() -> Parser:
     parser = Parser("evaluate", "Score encoders on SentEval, NanoBEIR, MTEB or pairs. Without one: check data.")
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
-                        "model name or folder, hashed-words:SIZE, untrained:NAME")  # fmt: skip
+                        "model name or folder, hashed-words:SIZE, words:NAME, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"

@@ -261,7 +261,7 @@ def describe(error: ValidationError, model: type[BaseModel], values: Any = None)
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":
                 message += suggest(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
-            elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
+            elif item["type"] == "string_type" and not isinstance(item["input"], list):  # `passage: ` is a section
                 message += "; put it into quotes"
                 message += "" if path[-1].isdigit() else f", on a command line into two kinds: {key}='\"...\"'"
             elif item["type"] in ("list_type", "tuple_type") and prefix in lines and not isinstance(item["input"], str):

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Encoding, Tokenizer
 
 from declutr.common.errors import EncoderError
-from declutr.common.storage import hash_file, hash_json, read_json
+from declutr.common.storage import hash_file, hash_json, read_json, write_json
 from declutr.encoders.protocol import (
     Role,
     Window,
@@ -32,6 +33,7 @@ from declutr.encoders.protocol import (
     windows_of,
 )
 from declutr.trainer.model.behind import ModuleFiles
+from declutr.trainer.model.encoder import Encoder
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
@@ -222,3 +224,15 @@ class StaticEncoder:
             # a text without tokens gives 0
             means = F.embedding_bag(flat, self._table, torch.from_numpy(starts), mode="mean")
             return (F.normalize(means, dim=-1) if self._unit else means).numpy()
+
+
+def token_means(name: str, encoder: Encoder, tokenizer: Any) -> StaticEncoder:
+    """The mean of the token vectors that an encoder's layers read."""
+    with TemporaryDirectory() as folder:
+        table = encoder.model.get_input_embeddings().weight.detach().contiguous()
+        save_file({WEIGHT: table}, Path(folder, TABLE))
+        tokenizer.backend_tokenizer.save(str(Path(folder, "tokenizer.json")))
+        write_json(Path(folder, "modules.json"), [{"path": "", "type": f"sentence_transformers.models.{MODULE}"}])
+        means = StaticEncoder(Path(folder))
+    means.name = name
+    return means

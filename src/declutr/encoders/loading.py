@@ -21,7 +21,7 @@ from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
 from declutr.common.yamlfile import read_yaml_file
-from declutr.encoders.exported import MODULE, OnnxEncoder, StaticEncoder
+from declutr.encoders.exported import MODULE, OnnxEncoder, StaticEncoder, token_means
 from declutr.encoders.exported import SETTINGS as ONNX_SETTINGS
 from declutr.encoders.pretrained import load_pretrained, load_run
 from declutr.encoders.protocol import (
@@ -58,8 +58,9 @@ _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of paddin
 
 def load_encoder(
     # an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or name of
-    # transformers or sentence-transformers; a folder of `declutr export`; `hashed-words:SIZE`; `untrained:NAME`, the
-    # encoder NAME with random weights. `hashed-words@SEED:SIZE` and `untrained@SEED:NAME` draw with another seed.
+    # transformers or sentence-transformers; a folder of `declutr export`; `hashed-words:SIZE`; of an encoder NAME
+    # `words:NAME`, the mean of its token vectors without its layers, and `untrained:NAME`, it with random weights.
+    # `hashed-words@SEED:SIZE` and `untrained@SEED:NAME` draw with another seed.
     name: str | PathLike[str],
     pooling: Pooling | None = None,  # None: the encoder's own, else mean
     device: str | None = None,  # None: a GPU if there is one
@@ -97,13 +98,15 @@ def load_encoder(
     unused_here = _shown(pooling, max_tokens, long_texts, own_prompts)
     if parts := baseline(name):
         kind, seed, rest = parts
+        if kind != "untrained" and unused_here:
+            raise EncoderError(f"{name}: {unused_here} has no effect on {kind.replace('-', ' ')}; remove it")
         if kind == "hashed-words":
-            if unused_here:
-                raise EncoderError(f"{name}: {unused_here} has no effect on hashed words; remove it")
             return HashedWords(int(rest), seed)
         rest = str(expand(rest)) if rest.startswith("~") else rest
         rest = str(Path(rest, EXPORT)) if Path(rest, EXPORT).is_dir() else rest
-        loaded = load_pretrained(rest, pooling, trust_remote_code, seed)
+        loaded = load_pretrained(rest, pooling, trust_remote_code, seed if kind == "untrained" else None)
+        if kind == "words":
+            return token_means(name, *loaded[:2])
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
     elif is_run(path):

@@ -137,16 +137,18 @@ def precision_of(encoder: SentenceEncoder) -> Precision:
     return getattr(encoder, "precision", "fp32")  # hashed words and exports have none
 
 
-_FORMS = {"hashed-words": "hashed-words:SIZE", "untrained": "untrained:NAME"}
+_FORMS = {"hashed-words": "hashed-words:SIZE", "untrained": "untrained:NAME", "words": "words:NAME"}
 _BASELINE = re.compile(rf"({'|'.join(_FORMS)})(?:@(\d+))?:(.+)")
 _MOST_NUMBERS = 65_536
 
 
 def baseline(name: str) -> tuple[str, int, str] | None:
-    """Kind, seed, and size or name of `hashed-words@SEED:SIZE` or `untrained@SEED:NAME`; None for all other names."""
+    """Kind, seed, and size or name of `hashed-words@SEED:SIZE`, `untrained@SEED:NAME` or `words:NAME`; else None."""
     if (match := _BASELINE.fullmatch(name)) is None:
         return None
     kind, seed, rest = match[1], int(match[2] or 0), match[3]
+    if kind == "words" and match[2]:
+        raise EncoderError(f"{name}: draws nothing; write words:{rest}")
     size = int(rest) if re.fullmatch(r"\d{1,5}", rest) else 0
     if kind == "hashed-words" and not 1 <= size <= _MOST_NUMBERS:
         raise EncoderError(
@@ -240,7 +242,7 @@ def unloadable(name: str) -> str | None:
     """The problem of an encoder's name that needs no torch to be seen; None if it may be loaded."""
     try:
         if kind_and_name := baseline(name):
-            return unloadable(kind_and_name[2]) if kind_and_name[0] == "untrained" else None
+            return unloadable(kind_and_name[2]) if kind_and_name[0] != "hashed-words" else None
     except EncoderError as error:
         return str(error)
     place = expand(name)

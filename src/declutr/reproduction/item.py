@@ -14,9 +14,8 @@ from declutr.encoders.protocol import Pooling
 from declutr.evaluation.senteval.tasks import choose_tasks
 
 ITEMS = Path(__file__).resolve().parent.parent / "configs" / "reproduce"  # folder of the items
+# The encoder to start from. Items also write $DECLUTR_DATA, $DECLUTR_SENTEVAL and $DECLUTR_WORK (options' folders).
 START = "$DECLUTR_START"
-"""The encoder to start from, as the files of items write it; they also write $DECLUTR_DATA, the folder with all input
-data, $DECLUTR_SENTEVAL, SentEval's data, and $DECLUTR_WORK, the working folder."""
 ScaleName = Literal["paper", "tiny"]
 Settings = dict[str, Any]  # values by dotted key
 Axes = Mapping[str, Mapping[str, Settings]]  # changes of settings by axis and label
@@ -31,8 +30,7 @@ class Column(Strict):
     # as mean and all, on development data; STS12-16, which have none, on test.
     number: Literal["mean", "wmean", "all", "dev", "all_dev"] = "mean"
     mean_of: tuple[str, ...] = ()  # other columns, in place of tasks
-    # Encoder that the tasks score. exported: the one that the run chooses by its setting `export`.
-    checkpoint: Literal["exported", "last"] = "exported"
+    checkpoint: Literal["exported", "last"] = "exported"  # exported: what the run chooses by its setting `export`
 
     @model_validator(mode="after")
     def _has_one_source(self) -> "Column":
@@ -59,15 +57,14 @@ class Scale(Prepared):
 
     config: str = ""  # file with the `train` section of all runs; empty if nothing is trained
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
-    # Changes of this scale by axis and label, added to those of the item. An axis that is listed has these labels
-    # alone.
+    # Changes by axis and label, added to those of the item. An axis that is listed has these labels alone.
     axes: dict[str, dict[str, Settings]] = Field(default_factory=dict)
     columns: dict[str, Column] = Field(default_factory=dict)  # columns of this scale in place of the item's
-    # Shards by name. They are prepared in $DECLUTR_WORK/shards, in this order, unless that folder has them.
-    shards: dict[str, Prepared] = Field(default_factory=dict)
+    shards: dict[str, Prepared] = Field(default_factory=dict)  # by name, in their order; in $DECLUTR_WORK/shards
     start: Prepared | None = None  # run whose export, in $DECLUTR_WORK/start/export, the runs continue from
     preset: Literal["official", "prototyping"] = "official"  # settings of the classifiers
-    hours: float | None = Field(default=None, gt=0)  # Expected hours of a run, before one has finished
+    hours: float | None = Field(default=None, gt=0)  # Expected hours of a run and its scores, before one has finished
+    hours_before: float | None = Field(default=None, gt=0)  # Expected hours of the shards and the start
 
 
 class KnownEncoder(Strict):
@@ -86,10 +83,9 @@ class Item(Strict):
     # Changes of settings by axis and label, of which `config` names another file. The runs are all combinations; the
     # first label of an axis is the one to which the others are compared.
     axes: dict[str, dict[str, Settings]] = Field(default_factory=dict)
-    # Encoders by label that are scored without training, in place of axes.
+    # Encoders by label that are scored without training; beside axes each label of these is compared with them.
     encoders: dict[str, KnownEncoder] = Field(default_factory=dict)
-    # Pairs of labels of one axis to compare, the first one against the second, in place of each label with the axis'
-    # first one.
+    # Pairs of labels of one axis to compare, first against second; none: each label with the axis' first one.
     pairs: tuple[tuple[str, str], ...] = ()
     columns: dict[str, Column] = Field(min_length=1)
     # The paper's numbers by run, its labels joined by ", ", and column.
@@ -112,12 +108,12 @@ class Item(Strict):
         }
 
     def cells(self, scale: ScaleName) -> Iterator[tuple[dict[str, str], Prepared | KnownEncoder]]:
-        """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest.
+        """The encoders, the start of a scale's runs, then the combinations of labels, the last axis fastest.
 
-        Each has its label by axis, none of the start, and what is trained, or an encoder that is scored as it is.
+        Each has its label by axis, that of encoders is "", and what is trained, or an encoder that is scored as it is.
         """
         for label, encoder in self.encoders.items():
-            yield {"encoder": label}, encoder
+            yield {"": label}, encoder
         size, axes = self.scales[scale], self.axes_of(scale)
         if size.start:
             yield {}, KnownEncoder(name=START)
@@ -140,8 +136,8 @@ def unknown(where: str, words: Iterable[str], choices: Iterable[str], what: str)
 
 def _problems(item: Item) -> Iterator[str]:
     """Problems of an item as a whole, one line each."""
-    if bool(item.axes) == bool(item.encoders):
-        yield "give axes or encoders, and not both"
+    if not (item.axes or item.encoders):
+        yield "give axes or encoders"
     for name, scale in item.scales.items():
         if bool(scale.config) != bool(item.axes):
             yield f"scales.{name}.config: runs need one, and encoders that are not trained have none"
@@ -157,7 +153,7 @@ def _problems(item: Item) -> Iterator[str]:
         if len(axes := dict.fromkeys(axis_of[label] for label in pair if label in axis_of)) > 1:
             yield f"pairs: {' and '.join(pair)} are labels of two axes, {' and '.join(axes)}"
     cells = [", ".join(labels) for labels in product(*item.axes.values())]
-    yield from unknown("printed.", item.printed, item.encoders or cells, "run of the item")
+    yield from unknown("printed.", item.printed, [*item.encoders, *cells], "run of the item")
     for run, numbers in item.printed.items():
         yield from unknown(f"printed.{run}.", numbers, item.columns, "column")
     for key, value in flat_keys(item.model_dump()).items():

@@ -1,16 +1,11 @@
-"""The lower layers of an encoder as a small start: python -m declutr.reproduction.lower_layers ENCODER 3 FOLDER.
-
-0 layers are its vectors of tokens, averaged: the baseline of word vectors.
-"""
+"""The lower layers of an encoder as a small start: python -m declutr.reproduction.lower_layers ENCODER 3 FOLDER."""
 
 import argparse
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from declutr.common.storage import atomic_folder, write_json
-from declutr.encoders.exported import MODULE, TABLE, WEIGHT
+from declutr.common.storage import atomic_folder
 from declutr.trainer.model.language_model import silence
 
 
@@ -18,7 +13,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Write a folder with the lower layers of an encoder, and its tokenizer."""
     parser = argparse.ArgumentParser(prog="python -m declutr.reproduction.lower_layers", description=__doc__)
     parser.add_argument("source", type=Path, help="folder of an encoder of BERT's or RoBERTa's family")
-    parser.add_argument("layers", type=int, help="layers to keep; 0: averaged vectors of tokens")
+    parser.add_argument("layers", type=int, help="layers to keep")
     parser.add_argument("target", type=Path, help="new folder")
     options = parser.parse_args(arguments)
     if not (options.source / "config.json").is_file():
@@ -31,13 +26,6 @@ def main(arguments: list[str] | None = None) -> None:
         # False, because None would ask at a terminal whether code beside the weights may run
         model = AutoModel.from_pretrained(options.source, dtype=torch.float32, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(options.source, trust_remote_code=False)
-        if not options.layers:
-            with atomic_folder(options.target) as aside:
-                save_file({WEIGHT: model.get_input_embeddings().weight.detach().contiguous()}, aside / TABLE)
-                tokenizer.backend_tokenizer.save(str(aside / "tokenizer.json"))
-                module = {"idx": 0, "name": "0", "path": "", "type": f"sentence_transformers.models.{MODULE}"}
-                write_json(aside / "modules.json", [module])
-            return
         if not 1 <= options.layers <= len(model.encoder.layer):
             parser.error(f"{options.layers} layers: {options.source} has {len(model.encoder.layer)}")
         model.encoder.layer = model.encoder.layer[: options.layers]

@@ -33,8 +33,7 @@ from declutr.trainer.driver.continuation import SUMMARY, changes
 from declutr.trainer.metrics.judged_pairs import FILES
 
 Config = TypeVar("Config", bound=Strict)
-_ABSENT = "not on this machine"
-"""Content of what cannot be read here: an encoder at the hub, shards in a store or not yet prepared."""
+_ABSENT = "not on this machine"  # content of an encoder at the hub, or shards in a store or not yet prepared
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class ItemPlan:
         scale: ScaleName,  # one of its scales
         data: Path,  # folder with all input data
         senteval: Path,  # folder in SentEval's layout
-        # folder of shards, the start and all results. One command at a time prepares them or works on an item.
-        work: Path,
+        work: Path,  # folder of shards, the start and all results; one command at a time works there
         words: Sequence[str] = (),  # further changes of settings, `key=value`, for all runs
         seeds: Sequence[int] | None = None,  # seeds in place of the scale's
         start: Path | None = None,  # folder of an encoder to start from, in place of the start that the scale trains
@@ -106,9 +104,8 @@ class ItemPlan:
         poolings = {run.config.encoder.pooling for run in runs if run.config}
         if len(poolings) == 1:  # else a comparison with the start would be one of poolings, too
             alike = KnownEncoder(name=str(encoder), pooling=poolings.pop())
-            runs = [replace(run, encoder=alike) if run.encoder else run for run in runs]
+            runs = [run if run.labels else replace(run, encoder=alike) for run in runs]
         self.runs = [run for run in runs if not only or {*only} & {run.cell, *run.labels.values()}]
-        """The runs, one seed after the other, so that every cell has one soon."""
         self.start: TrainConfig | None = None  # configuration of the run to start from
         if start is not None:
             self._refuse_start(start, encoder)
@@ -127,8 +124,7 @@ class ItemPlan:
         self.columns = {heading: column for heading, column in columns.items() if heading not in self.unscored}
         less = len(self.runs) < len(runs) or not {*self.settings.seeds} <= {*seeds}
         self.partial = less or bool(self.unscored)  # not all cells, seeds and columns of the scale are here
-        # name of the files, without its end: a part does not replace the results of the whole
-        self.results = "results-part" if self.partial else "results"
+        self.results = "results-part" if self.partial else "results"  # a part does not replace the whole
         self.classifier = ClassifierConfig() if self.settings.preset == "official" else ClassifierConfig.prototyping()
 
     def _planned(self, labels: Mapping[str, str], source: Prepared | KnownEncoder, seed: int) -> PlannedRun:
@@ -222,7 +218,7 @@ def made_from(config: TrainConfig) -> dict[str, Any]:
 
 def _encoder_content(name: str) -> str:
     """Hash of an encoder's files; of a run, those of its export or else of its newest checkpoint, as it is loaded."""
-    place = expand(re.sub(r"^untrained(@\d+)?:", "", name))  # its configuration and tokenizer are files, too
+    place = expand(re.sub(r"^(untrained(@\d+)?|words):", "", name))  # its configuration and tokenizer are files, too
     if (place / EXPORT).is_dir():
         place = place / EXPORT
     elif (place / CHECKPOINTS).is_dir() and (steps := steps_in(place / CHECKPOINTS)):

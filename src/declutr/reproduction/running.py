@@ -34,22 +34,22 @@ _FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError, Enco
 
 def plan_lines(plan: ItemPlan) -> list[str]:
     """The plan as text."""
-    for run in plan.runs:
-        if run.config is not None:
-            run_ready(run.config)
+    for training in filter(None, (run.config for run in plan.runs)):
+        run_ready(training)
     cells, seeds = {run.cell: run for run in plan.runs}, sorted({run.seed for run in plan.runs})
+    trained = [run for run in cells.values() if run.config] or cells  # or an item of encoders
     done = [(run, record) for run in plan.runs if (record := scores_of(plan, run))]
     lines = [
         f"{plan.item.title} ({plan.item.source}), scale {plan.scale}",
-        f"  runs       {len(plan.runs)} ({len(cells)} cells, seeds {seeds}), {len(done)} finished",
+        f"  runs       {len(plan.runs)} ({len(trained)} cells, seeds {seeds}), {len(done)} finished",
         f"  scores     {', '.join(plan.columns) or 'none'}",
         *(f"  missing    {heading}: {reason}" for heading, reason in plan.unscored.items()),
         f"  folder     {plan.folder}",
     ]
+    ready = {name: shards_ready(config) for name, config in plan.shards.items()}
     for name, config in plan.shards.items():
-        ready = shards_ready(config)
-        lines.append(f"  shards     {name}: {'ready' if ready else f'to be prepared in {config.output}'}")
-        if not ready and (absent := [path for path in getattr(config.corpus, "paths", ()) if not _exists(path)]):
+        lines.append(f"  shards     {name}: {'ready' if ready[name] else f'to be prepared in {config.output}'}")
+        if not ready[name] and (absent := [path for path in getattr(config.corpus, "paths", ()) if not _exists(path)]):
             lines.append(f"  missing    {name}: {', '.join(absent)}; runs that read these shards cannot be trained")
     if plan.start is not None:
         lines.append(f"  start      {'ready' if run_ready(plan.start) else f'trained in {plan.start.steps} steps'}")
@@ -60,7 +60,9 @@ def plan_lines(plan: ItemPlan) -> list[str]:
     hours = median(seconds) / 3600 if seconds else plan.settings.hours
     left = len(plan.runs) - len(done)
     time_left = f"{left * hours:.1f} hours" if hours else "unknown until one has finished"
-    return [*lines, f"  time       {left} runs left: {time_left}"]
+    prepared = all(ready.values()) and (plan.start is None or run_ready(plan.start))
+    before = "" if prepared else f"; before them {plan.settings.hours_before or 'an unknown number of'} hours"
+    return [*lines, f"  time       {left} runs left: {time_left}{before}"]
 
 
 def _exists(path: str) -> bool:
@@ -88,8 +90,7 @@ def reproduce(
 ) -> str:
     """Runs the unfinished part of an item; returns the results as Markdown.
 
-    Each run is an ordinary run folder. A killed call continues where its checkpoints are. What one run lacks, such as
-    shards whose corpus is missing, stops no other run.
+    A killed call continues where its checkpoints are. What one run lacks, such as a corpus, stops no other run.
     """
     scorer, failed = Scorer(plan, allow_unchecked), dict[str, str]()  # refuses data before anything is trained
     plan.folder.mkdir(parents=True, exist_ok=True)

@@ -153,15 +153,15 @@ class Difference:
 
 
 def compare_labels(
-    cells: Mapping[str, Mapping[str, str]],  # label by axis of each cell, by its name; the start has no labels
+    cells: Mapping[str, Mapping[str, str]],  # label by axis of each cell, by its name; "" is no axis: not trained
     numbers: Numbers,  # the column's numbers of finished runs
-    # labels to compare, the first one against the second, in place of an axis' others against its first.
-    pairs: Sequence[tuple[str, str]] = (),
+    pairs: Sequence[tuple[str, str]] = (),  # labels to compare in place of an axis' others with its first
     items: Items | None = None,  # errors of the column's test items
 ) -> list[Difference]:
-    """Labels against their axis' first label, or the axis' pairs, then the start; without common seeds left out."""
+    """Labels against their axis' first label, or the axis' pairs, then untrained cells; none without a common seed."""
     differences = []
-    starts, trained = {name for name in cells if not cells[name]}, {name: own for name, own in cells.items() if own}
+    trained = {name: own for name, own in cells.items() if own and "" not in own}
+    starts = [name for name in cells if name not in trained]
     cell_of = {frozenset(own.items()): name for name, own in trained.items()}
     labels_of: dict[str, list[str]] = {}
     for axis, label in dict.fromkeys(pair for own in trained.values() for pair in own.items()):
