@@ -158,11 +158,13 @@ def test_runs_from_another_start_are_refused(item, tmp_path, capsys):
 
     def starting(steps):
         start = {"config": config, "settings": {"steps": steps}}
-        scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}}, "start": start}
+        scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}}, "start": start, "hours_before": 0.5}
         return arguments(changed(item, "starts", scale), work, *words)
 
+    assert "; before them 0.5 hours" in planned(capsys, *starting(2))
     assert call(*starting(2)) == 0
-    assert "start      ready" in planned(capsys, *starting(2))
+    text = planned(capsys, *starting(2))
+    assert ("start      ready" in text, "before them" in text) == (True, False)
     message = "was trained with other settings or data"
     assert f"start: {message} (steps was 2, now 3); delete it, or name" in refusal(capsys, *starting(3), "--plan")
     shutil.rmtree(work / "start")

@@ -53,16 +53,16 @@ def plan_lines(plan: ItemPlan) -> list[str]:
             lines.append(f"  missing    {name}: {', '.join(absent)}; runs that read these shards cannot be trained")
     if plan.start is not None:
         lines.append(f"  start      {'ready' if run_ready(plan.start) else f'trained in {plan.start.steps} steps'}")
-    lines += [f"  {cell:<{max(map(len, cells))}}  {_work(run)}" for cell, run in cells.items()]
+    width = max(map(len, cells))
+    lines += [f"  {cell:<{width}}  {_work(run)}" for cell, run in cells.items()]
     # of trainings, because an encoder that is only scored takes far less
     seconds = [record["seconds"] for run, record in done if run.config] or [record["seconds"] for _, record in done]
     hours = median(seconds) / 3600 if seconds else plan.settings.hours
     left = len(plan.runs) - len(done)
     time_left = f"{left * hours:.1f} hours" if hours else "unknown until one has finished"
-    prepared = all(ready.values()) and (plan.start is None or run_ready(plan.start))
-    hours_before = (plan.start and plan.settings.hours_before) or "an unknown number of"
-    before = "" if prepared else f"; before them {hours_before} hours"
-    return [*lines, f"  time       {left} runs left: {time_left}{before}"]
+    if not all(ready.values()) or (plan.start is not None and not run_ready(plan.start)):
+        time_left += f"; before them {(plan.start and plan.settings.hours_before) or 'an unknown number of'} hours"
+    return [*lines, f"  time       {left} runs left: {time_left}"]
 
 
 def _exists(path: str) -> bool:
